@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Saved activations and their moves: the store of autograd's saved tensors.
+"""Stores autograd's saved tensors, and offloads and reloads them.
 
 Correctness depends on this module and ``copy_streams``. Each operation checks the state of its
-storage, so that any order of calls gives backward the bytes that forward saved.
+storage, so backward gets the bytes that forward saved whatever the order of calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megatron.slipstream.plan.actions import Action, ActionKind, Plan
 from megatron.slipstream.plan.trace import GroupKey, StepKind
 
 MIN_KNOWN = 4096
-"""Number of freed storages whose addresses are kept; these hold no memory."""
+"""Minimum number of addresses before those of freed storages, which hold no memory, are purged."""
 
 
 class ActivationStore:
@@ -57,24 +57,24 @@ class ActivationStore:
     def __init__(self, backend: Backend, recorder: Recorder, is_native: bool = False) -> None:
         self.backend = backend
         self._module = native_module() if is_native else None
-        """The module with the C++ classes, if they are used."""
+        """The module with the C++ classes, if used."""
         waits = None if self._module is None else self._module.Waits(backend)
         self.copy_streams = CopyStreams(backend, waits)
         self._host_pool = self.new_host_pool()
         self._verifier: Optional[Verifier] = None
         self._modules: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
         self.late_groups: dict[GroupKey, int] = {}
-        """This iteration's late copies in by the group that saved the storage first."""
+        """This iteration's number of late H2D copies, by the group that first saved the storage."""
         self._crosses_streams = False
         self._recorder = recorder
         self.saved_type: type[SavedTensor] = SavedTensor
         """Type of the object that autograd keeps instead of a tensor that may move."""
         self.make_group: Callable[[GroupLabel, int], OffloadTensorGroup] = OffloadTensorGroup
-        """Creates a group from its label and the minimum size (elements) of tensors that move."""
+        """Creates a group from its label and the minimum number of elements of a moving tensor."""
         self.make_pass: Callable[[int, int, int, int], ChunkOffloadHandler] = ChunkOffloadHandler
-        """Creates a pass; arguments as of ``ChunkOffloadHandler``."""
+        """Creates a pass; takes the same arguments as ``ChunkOffloadHandler``."""
         self.native: Optional[Any] = None
-        """The store in C++, if it is used: it handles the common cases."""
+        """The C++ store, if used; it handles the common cases."""
         if self._module is not None:
             arguments = (waits, self.host_pool, self.copy_streams, recorder)
             self.native = self._module.Store(backend, *arguments)
@@ -82,12 +82,12 @@ class ActivationStore:
             self.make_group = self._module.OffloadTensorGroup
             self.make_pass = self.native.make_pass
         self.start: Callable[..., bool] = _not_in_cpp
-        """``start(engine, input, name)`` starts a group in C++. Returns False if it did not, since
-        something rare is involved; Python then does it. The same holds for the next five."""
+        """``start(engine, input, name)`` starts a group in C++. Returns False in rare cases that
+        C++ does not handle; Python then handles them. Likewise for the next five."""
         self.enter: Callable[[Any], bool] = _not_in_cpp
-        """``enter(engine)`` enters the region of the group started last."""
+        """``enter(engine)`` enters the region of the last started group."""
         self.leave: Callable[[Any], bool] = _not_in_cpp
-        """``leave(engine)`` leaves the region entered last."""
+        """``leave(engine)`` leaves the last entered region."""
         self.end: Callable[..., Optional[torch.Tensor]] = _none_in_cpp
         """``end(engine, output, name)`` ends a group. Returns the marked output, or None."""
         self.mark_output: Callable[[Any, StepKind], bool] = _not_in_cpp
@@ -100,15 +100,15 @@ class ActivationStore:
             self.leave, self.end = module.leave, module.end
             self.mark_output, self.mark_gradient = module.mark_output, module.mark_gradient
         self._max_known = MIN_KNOWN
-        """Above this number of addresses, those of freed storages are removed."""
+        """Number of addresses above which those of freed storages are purged."""
         self._by_memory: dict[int, weakref.ref[SavedStorage]] = {}
-        """The storages by the address of torch's storage object, which is not reused while one
-        lives. (The methods of a WeakValueDictionary are Python functions, which is too slow for
-        a lookup per saved tensor.)"""
+        """The storages by the address of torch's storage object, which is not reused while the
+        storage lives. (WeakValueDictionary's methods are Python functions, too slow for a lookup
+        per saved tensor.)"""
 
     def end_iteration(self) -> CountedModules:
-        """Remove the addresses of freed storages, and begin new counters. Returns those so far."""
-        # Not in each iteration: later storages mostly reuse the same addresses.
+        """Purge the addresses of freed storages, and reset the counters. Return their values."""
+        # Not in every iteration: later storages mostly reuse the same addresses.
         if len(self._by_memory) > self._max_known:
             found = self._by_memory.items()
             alive = {memory: known for memory, known in found if known() is not None}
@@ -121,7 +121,7 @@ class ActivationStore:
 
     @property
     def host_pool(self) -> HostPool:
-        """The pool of the host buffers of storages saved from now on."""
+        """The host buffer pool of storages saved from now on."""
         return self._host_pool
 
     @host_pool.setter
@@ -131,7 +131,7 @@ class ActivationStore:
             self.native.pool = pool
 
     def new_host_pool(self, limit_bytes: Optional[int] = None) -> HostPool:
-        """A pool whose buffers this store can use."""
+        """Return a pool whose buffers this store can use."""
         return HostPool(self.backend, limit_bytes, self._module)
 
     @property
@@ -151,7 +151,7 @@ class ActivationStore:
 
     @property
     def verifier(self) -> Optional[Verifier]:
-        """Compares reloaded with offloaded bytes; None if verification is off."""
+        """Compares reloaded bytes with offloaded bytes; None if verification is off."""
         return self._verifier
 
     @verifier.setter
@@ -162,7 +162,7 @@ class ActivationStore:
 
     @property
     def crosses_streams(self) -> bool:
-        """Whether models read memory on other streams than it was allocated for.
+        """Whether models read memory on streams other than the one it was allocated for.
 
         True for models that run in nodes.
         """
@@ -176,24 +176,24 @@ class ActivationStore:
 
     @property
     def is_native(self) -> bool:
-        """Whether the store in C++ is used."""
+        """Whether the C++ store is used."""
         return self.native is not None
 
     @property
     def pack(self) -> Callable[[OffloadTensorGroup, torch.Tensor], Any]:
-        """The pack hook of autograd: :meth:`save`, in Python or in C++."""
+        """Autograd's pack hook: :meth:`save`, in Python or C++."""
         return self.save if self.native is None else self.native.pack
 
     def hooks(
         self, group: OffloadTensorGroup, reader: Any
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """The hooks of autograd in a region of ``group``, in Python or in C++.
+        """Return autograd's hooks for a region of ``group``, in Python or C++.
 
         Args:
             group: The group.
-            reader: Its ``read`` reads saved tensors that C++ does not handle; without C++, all.
-                Only the hook holds it, not the store, so that an engine is freed with its last
-                graph.
+            reader: Its ``read`` reads the saved tensors that C++ does not handle, or all without
+                C++. Only the hook references it, not the store, so that an engine is freed with
+                its last graph.
 
         Returns:
             The pack hook and the unpack hook.
@@ -204,13 +204,13 @@ class ActivationStore:
         return partial(self.save, group), reader.read
 
     def is_own_hook(self, pack: Any) -> bool:
-        """Whether this is a pack hook of an engine."""
+        """Return whether this is an engine's pack hook."""
         if self._module is not None and type(pack) is self._module.PackHook:
             return True
         return getattr(getattr(pack, "func", None), "__func__", None) is ActivationStore.save
 
     def compile_steps(self, plan: Plan) -> Optional[Any]:
-        """The steps of a plan in C++; None where Python performs them."""
+        """Compile a plan's steps for C++; None if Python runs them."""
         if self._module is None or self.backend.names_ranges:
             return None
         kinds = list(ActionKind)
@@ -251,7 +251,7 @@ class ActivationStore:
     # Saved-tensor hooks.
 
     def save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
-        """Autograd saves ``tensor`` in a region of ``group``. Returns its replacement."""
+        """Pack ``tensor``, saved in a region of ``group``. Return what autograd keeps instead."""
         if type(tensor) is not torch.Tensor:
             # Subclasses (parameters, quantised and distributed tensors) hold memory that they do
             # not own.
@@ -278,7 +278,7 @@ class ActivationStore:
         return SavedTensor(storage, storage.save(tensor, group.serial), group)
 
     def read(self, saved: Any) -> torch.Tensor:
-        """Autograd reads a saved tensor, on the stream of the operation that reads it.
+        """Unpack a saved tensor, on the stream of the operation that reads it.
 
         Raises:
             RuntimeError: The tensor was changed in place after it was saved.
@@ -297,7 +297,7 @@ class ActivationStore:
         if storage.residence is Residence.HELD_OUTSIDE:
             self._settle_original(storage)
         if storage.returned_on is not None and not storage.is_copy_current:
-            _refuse(saved)  # changed through another version counter, in memory that is freed
+            _refuse(saved)  # changed through another version counter, in memory since freed
         stream_id = self.backend.current_stream_id()
         if storage.in_signal is not None:
             self.copy_streams.before_use(storage.in_signal, stream_id, storage.owner.name)
@@ -311,7 +311,7 @@ class ActivationStore:
         return returned
 
     def _find(self, memory: int) -> Optional[SavedStorage]:
-        """The saved storage of torch's storage object at this address."""
+        """Return the saved storage for torch's storage object at this address."""
         if self.native is not None:
             found: Optional[SavedStorage] = self.native.find(memory)
             return found
@@ -319,7 +319,7 @@ class ActivationStore:
         return None if known is None else known()
 
     def _is_movable(self, tensor: torch.Tensor) -> bool:
-        # Not getattr(), which handles a missing attribute as an exception.
+        # Not getattr(), which raises an exception internally if the attribute is missing.
         attributes = tensor.__dict__
         return (
             self.backend.manages(tensor)
@@ -333,10 +333,10 @@ class ActivationStore:
             and not attributes.get("_TE_do_not_offload", False)
         )
 
-    # Moves, on the compute stream's order.
+    # Moves, in the compute stream's order.
 
     def commit(self, group: OffloadTensorGroup) -> None:
-        """The group has saved everything: fix which bytes of its storages would move."""
+        """Fix which bytes of the group's storages would move, once it has saved everything."""
         if self.native is not None:
             self.native.commit(group)
             return
@@ -346,11 +346,11 @@ class ActivationStore:
             group.nbytes[storage.serial] = storage.nbytes
 
     def give_up(self, group: OffloadTensorGroup, tensors: Iterable[torch.Tensor]) -> None:
-        """Free the memory of these tensors on release, even if others hold references.
+        """Free the memory of these tensors on release, even if other references exist.
 
         Args:
-            group: Only tensors that it has saved count; others are skipped.
-            tensors: Tensors that forward reads no longer, and backward only as saved tensors.
+            group: Tensors that it has not saved are skipped.
+            tensors: Tensors that forward no longer reads, and backward only as saved tensors.
         """
         addresses = {tensor.untyped_storage()._cdata for tensor in tensors}
         for storage in group.storages():
@@ -364,17 +364,17 @@ class ActivationStore:
         kept: Container[int] = (),
         numbers: Optional[Sequence[int]] = None,
     ) -> None:
-        """Start copying out the group's storages that have not been copied yet.
+        """Start offloading the group's storages that have not been copied yet.
 
-        If there is no host memory for all of them, none is copied: the group stays.
+        If host memory does not suffice for all of them, none is copied: the group stays.
 
         Args:
             group: A committed group.
-            may_move: Called with a storage's position in the group, and the storage; None if all
-                of them may.
+            may_move: Returns whether a storage may move, given its position in the group and the
+                storage; None if all may.
             kept: Positions of storages that stay.
-            numbers: By position, the index of the group's storages in the trace of the plan whose
-                host layout is followed; None where none is.
+            numbers: By position, the index of each of the group's storages in the trace of the
+                plan whose host layout is followed; None if none is followed.
         """
         native = self.native if may_move is None else None
         if native is not None and native.copy_out(group, kept, numbers):
@@ -420,7 +420,7 @@ class ActivationStore:
             counters.d2h_bytes += storage.nbytes
 
     def release(self, group: OffloadTensorGroup) -> None:
-        """The group releases its storages; the last holder's release frees the memory."""
+        """Release the group's storages; the last holder's release frees the memory."""
         if self.native is not None and self.native.release(group, self):
             return
         for storage in group.storages():
@@ -434,9 +434,9 @@ class ActivationStore:
                     self._recorder.set_absent(storage)
 
     def before_discard(self, tensor: torch.Tensor) -> None:
-        """The storage of ``tensor`` is discarded now, and recomputed before backward reads it.
+        """Note that the storage of ``tensor`` is discarded now, and recomputed before it is read.
 
-        A copy out that has begun is useless: it may read what others write there from now on.
+        A D2H copy in flight is useless: it may read whatever is written there from now on.
         """
         storage = self._find(tensor.untyped_storage()._cdata)
         if storage is not None and storage.residence is Residence.OFFLOADING:
@@ -462,7 +462,7 @@ class ActivationStore:
     def _call_back(self, storage: SavedStorage) -> None:
         """OFFLOADING to STAYS.
 
-        The copy out may still be reading, so later work waits for it before the memory is
+        The D2H copy may still be reading, so later work waits for it before the memory is
         released.
         """
         self.copy_streams.follow_copy_out(storage.out_signal, storage.streams, storage.owner.name)
@@ -470,15 +470,15 @@ class ActivationStore:
         storage.pool.free(storage.take_allocation())
 
     def copy_in_group(self, group: OffloadTensorGroup) -> None:
-        """Start copying back the group's storages that are on the host."""
+        """Start reloading the group's storages that are on the host."""
         if self.native is None or not self.native.copy_in(group, self):
             self.copy_in(group.storages())
 
     def copy_in(self, storages: Iterable[SavedStorage], late: bool = False) -> None:
-        """Start copying back the storages of ``storages`` that are on the host.
+        """Start reloading those of ``storages`` that are on the host.
 
         Args:
-            storages: Any storages.
+            storages: Storages in any state.
             late: Whether backward already needs them.
         """
         returning = []
@@ -501,9 +501,9 @@ class ActivationStore:
                 self.late_groups[key] = self.late_groups.get(key, 0) + 1
 
     def find_original(self, storage: SavedStorage) -> bool:
-        """HOST to HELD_OUTSIDE, if another reference kept the memory. Returns whether one did.
+        """HOST to HELD_OUTSIDE, if another reference kept the memory. Return whether one did.
 
-        Without the engine backward would read this memory too, including later changes. It may be
+        Without the engine, backward would read this memory too, including later changes. It may be
         empty until a recomputation fills it. The host buffer is kept until backward reads.
         """
         original = storage.live_original()
@@ -530,7 +530,7 @@ class ActivationStore:
         self.copy_streams.outlast(signals)
 
     def trim_host_memory(self, nbytes: int) -> None:
-        """Hold one slab of ``nbytes`` bytes of host memory; nothing may be in use.
+        """Replace all host memory with one slab of ``nbytes`` bytes; nothing may be in use.
 
         Blocks the host until every copy has completed, and while the slab is pinned.
         """
@@ -538,14 +538,14 @@ class ActivationStore:
         self.host_pool.trim_to(nbytes)
 
     def close(self) -> None:
-        """Return the host memory. Nothing that was saved can be read afterwards."""
+        """Free the host memory. Saved tensors cannot be read afterwards."""
         self.copy_streams.finish()
         self.host_pool.close()
 
     def _allocate(
         self, storages: Sequence[SavedStorage], numbers: Sequence[int]
     ) -> Optional[list[HostAllocation]]:
-        """A host buffer for each storage, or None if there is not enough memory for all."""
+        """Return a host buffer for each storage, or None if memory does not suffice for all."""
         allocations: list[HostAllocation] = []
         try:
             for storage, number in zip(storages, numbers, strict=True):
@@ -583,7 +583,7 @@ class ActivationStore:
             counters.h2d_copies += 1
 
     def _settle_original(self, storage: SavedStorage) -> None:
-        """Read the original memory if it was kept and not permanently discarded."""
+        """Use the original memory unless it was permanently discarded; then reload the copy."""
         if storage.returned is not None and storage.returned.nbytes() == storage.storage_nbytes:
             storage.move_to(Residence.RELOADED)
             storage.pool.free(storage.take_allocation())
@@ -610,15 +610,15 @@ def _none_in_cpp(*_: Any) -> None:
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether it is a dual tensor of forward-mode differentiation."""
+    """Return whether it is a dual tensor of forward-mode differentiation."""
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _keep(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that autograd keeps instead of one that stays.
+    """Return what autograd keeps for a tensor that stays on the device.
 
-    A result that its own operation saves must not be kept with its graph: the reference cycle would
-    never be freed. A leaf is kept as it is, since operations read attributes of parameters.
+    An output saved by its own operation must not keep its graph: the reference cycle would never be
+    freed. A leaf is kept as is, since operations read attributes of parameters.
     """
     is_plain_result = type(tensor) is torch.Tensor and tensor.grad_fn is not None
     return tensor.detach() if is_plain_result else tensor

@@ -26,7 +26,7 @@ class ChunkOffloadHandler:
         micro_batch: int = 0,
     ) -> None:
         self.index = index
-        """Its index among the forward passes of the iteration."""
+        """Index among the forward passes of the iteration."""
         self.vp_stage = vp_stage
         self.micro_batch = micro_batch
         """Number of earlier passes through the same model chunk in the iteration."""
@@ -37,15 +37,15 @@ class ChunkOffloadHandler:
         """Tensors of fewer elements stay on the device."""
         self.groups: list[OffloadTensorGroup] = []
         self._num_layers: dict[str, int] = {}
-        """Number of groups of each name."""
+        """Number of groups so far, by name."""
         self._committed: list[OffloadTensorGroup] = []
         self.num_outputs = 0
-        """Calls of the output layer."""
+        """Number of output layer calls so far."""
         self._is_over = False
         """Whether backward has reached all groups, after forward has ended."""
 
     def open_group(self, name: str) -> OffloadTensorGroup:
-        """Add a new group, next in order."""
+        """Append a new group."""
         layer = self._num_layers.get(name, 0)
         self._num_layers[name] = layer + 1
         key = GroupKey(self.index, len(self.groups))
@@ -56,7 +56,7 @@ class ChunkOffloadHandler:
         return group
 
     def find(self, place: int) -> Optional[OffloadTensorGroup]:
-        """Return the group at a position in the order of starts; None if it has not started."""
+        """Return the group at this position in start order; None if it has not started."""
         return self.groups[place] if 0 <= place < len(self.groups) else None
 
     def commit_group(self, name: str) -> Optional[OffloadTensorGroup]:
@@ -74,17 +74,17 @@ class ChunkOffloadHandler:
     def used_before(
         self, group: Optional[OffloadTensorGroup], depth: int
     ) -> Sequence[OffloadTensorGroup]:
-        """The ``depth`` groups that backward most likely reaches right after ``group``.
+        """Return the ``depth`` groups that backward most likely reaches right after ``group``.
 
-        For None, those that backward reaches first.
+        If ``group`` is None, return those that backward most likely reaches first.
         """
         place = len(self._committed) if group is None else self._committed.index(group)
         return self._committed[max(0, place - depth) : place][::-1]
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its backward can no longer run, since autograd has freed its saved tensors."""
-        # Called for all passes whenever one begins, so finished ones are skipped.
+        """Whether its backward can no longer run because autograd has freed its saved tensors."""
+        # Called for all passes whenever one begins, so skip finished ones.
         if self._is_over:
             return False
         self._is_over, has_saved = True, False
@@ -99,12 +99,12 @@ class ChunkOffloadHandler:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a tensor that forward saved is still kept for backward."""
+        """Whether any tensor that forward saved is still kept for backward."""
         return any(group.is_alive for group in self.groups)
 
 
 def mark_of_no_group(chunk: ChunkOffloadHandler, kind: StepKind) -> Step:
-    """The mark at which backward begins, or one of the newest call of the output layer."""
+    """Return the mark where backward begins, or a mark of the latest output layer call."""
     if kind is StepKind.BACKWARD_START:
         return Step(kind, GroupKey(chunk.index, -1), BACKWARD)
     chunk.num_outputs += kind is StepKind.OUTPUT_START

@@ -1,69 +1,69 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The two copy streams, and every ordering between them, the compute stream and the host.
+"""The two copy streams, and all synchronization between them, the compute stream and the host.
 
-The edge table. Each wait of the engine is one of these edges and is made here, by
+Every wait of the engine is one of the edges below and is issued here, by
 :meth:`CopyStreams._wait`; each call site carries the edge's id.
 
 ====  =========================  ===========================  =====================================
 id    signal                     waiter                       protects
 ====  =========================  ===========================  =====================================
 E1    compute, after a group's   d2h, before the group's      the group's tensors on the device:
-      commit                     copies out                   they are read when computed
-E2    h2d or d2h, after the      d2h, before the next copy    the host buffer: it is overwritten
-      last copies of its bytes   into any of its bytes        when read
-E3    d2h, after the copies      compute, before the device   the group's tensors on the device:
-      out                        memory is released             their memory is reused when read
-E4    compute, where a copy in   h2d, before the copies in    the copy's destination: memory that
-      is started                                              compute used until then
-E5    h2d, after the copies in   the consumer's stream,       the returned tensors: they are read
-                                 before backward reads them   when written
-E6    h2d, after the copies in   compute, before memory that  the destination of a copy in that
-                                 was never read is released   was never read: reused when written
+      commit                     D2H copies                   read only after being computed
+E2    h2d or d2h, after the      d2h, before the next copy    the host buffer: overwritten only
+      last copies of its bytes   into any of its bytes        after being read
+E3    d2h, after the D2H copies  compute, before the device   the group's tensors on the device:
+                                 memory is released           reused only after being read
+E4    compute, where an H2D      h2d, before the H2D copies   the copy's destination: memory that
+      copy is started                                         compute used until then
+E5    h2d, after the H2D copies  the consumer's stream,       the reloaded tensors: read only after
+                                 before backward reads them   being written
+E6    h2d, after the H2D copies  compute, before memory that  the destination of an unread copy:
+                                 was never read is released   reused only after being written
 E7    d2h and h2d, at the end    the host, before pinned      host buffers: returned to the system
-                                 memory is unpinned           when no copy uses them
-E8    the consumer's stream,     the allocator, before it     the returned tensors: their memory is
-      when returned memory is    reallocates the memory       reused when read
+                                 memory is unpinned           only when no copy uses them
+E8    the consumer's stream,     the allocator, before it     the reloaded tensors: their memory is
+      when reloaded memory is    reallocates the memory       reused only after being read
       freed (d2h, with nodes)                                 (or the group's own tensors)
 E9    d2h and h2d, after the     compute, at the end of the   memory that the next graph writes or
-      copies of a graph          graph                        reads: a graph's own copies have ended
+      copies of a graph          graph                        reads: this graph's copies have ended
 ====  =========================  ===========================  =====================================
 
-Under CUDA graph capture all of them except E7 are edges inside the graph.
+Under CUDA graph capture, all of them except E7 are edges inside the graph.
 
 [Note: Graphs one after another]
-Work captured in one graph can only be waited for in the same graph. So a graph joins its copies to
-its end (E9), and graphs are replayed on one stream in the order of capture: then later work,
-captured or not, follows the graph's copies. (With graphs of chunks, what uses the memory of the
-copies does: [Note: The tail of a forward graph].) Before a capture, the device is idle. So no wait
-is made for a signal of another graph, or across the border of a capture.
+Work captured in a graph can only be waited for inside the same graph. So a graph joins its copies
+before it ends (E9), and graphs are replayed on one stream in capture order: later work, captured or
+not, then follows the graph's copies. (With whole-chunk graphs, only work that uses the copies'
+memory does: [Note: The tail of a forward graph].) The device is idle before a capture. So no wait
+is issued for a signal of another graph, or across a capture boundary.
 
 [Note: Memory belongs to a stream]
 The allocator reuses freed memory immediately on the stream that it was allocated for, since earlier
-uses on that stream run first. Reloaded memory is allocated on the stream that starts its copy in.
-If backward reads it on another stream, nothing orders that stream's reads before the next use; so
-the allocator is told (E8), and waits for that stream before it reuses the memory. Uses of the
-memory before it was offloaded need no such edge: the model orders them, as without offloading.
+uses on that stream run first. Reloaded memory is allocated on the stream that starts its H2D copy.
+If backward reads it on another stream, nothing orders these reads before the next use. So the read
+is recorded with the allocator (E8), which waits for that stream before it reuses the memory. Uses
+before the offload need no such edge: the model orders them, as it does without offloading.
 
 [Note: Layers that run in nodes]
-Where megatron-core overlaps the communication of experts with computation
-(``overlap_moe_expert_parallel_comm``), a layer is cut into nodes, and the nodes of two
-micro-batches alternate, on a stream for computation and one for communication. A node's input was
+When megatron-core overlaps expert-parallel communication with computation
+(``overlap_moe_expert_parallel_comm``), it splits a layer into nodes, and the nodes of two
+micro-batches alternate on a compute stream and a communication stream. A node's input was
 allocated for the stream of the previous node, which does not have the waits of the node's own
-stream. So the allocator is told that d2h reads the input (E8). And a node keeps its inputs and
-outputs until its backward, only for the gradients that arrive there: so the memory that the group
-of a norm releases is freed despite these references.
+stream. So d2h's read of the input is recorded with the allocator (E8). A node also keeps its inputs
+and outputs until its backward, but only for the gradients that arrive there, so the memory that a
+norm's group releases is freed despite these references.
 
 [Note: A copy in follows its own copy out]
-A copy in reads what its storage's copy out wrote, yet no edge joins the two streams. The device
-memory was released in between, so the compute stream waits for the copy out (E3), and the copy in
-waits for the compute stream (E4). This needs both waits on one stream: where the copy in is
-started on another stream than the memory was released on, that stream waits by E3 as well.
+An H2D copy reads what the D2H copy of its storage wrote, yet no edge joins the two copy streams.
+The device memory was released in between, so the compute stream waits for the D2H copy (E3), and
+the H2D copy waits for the compute stream (E4). This needs both waits on one stream: if the H2D copy
+starts on a stream other than the one the memory was released on, that stream waits by E3 as well.
 
 [Note: A wait covers what came before]
-A stream runs in order. So a stream that has waited for a signal has waited for every earlier one of
-the same stream, and a wait that an earlier wait covers is not repeated: :class:`Waits` keeps, for
-each pair of streams, the latest signal that was waited for.
+Streams run in order. So a stream that has waited for a signal has waited for every earlier signal
+of the same stream, and redundant waits are skipped: :class:`Waits` keeps, for each pair of streams,
+the latest signal that was waited for.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import HostAl
 
 
 class Edge(enum.Enum):
-    """The ids of the edge table in the module's docstring."""
+    """The edges of the table in the module docstring."""
 
     E1 = "a copy out waits for the computation of its source"
     E2 = "a copy out waits for the last copies that used the bytes of its host buffer"
@@ -103,27 +103,27 @@ class Edge(enum.Enum):
 
 
 _STALLS = (Edge.E3, Edge.E5, Edge.E9)
-"""Waits of the compute stream for copies."""
+"""Edges on which the compute stream waits for copies."""
 
 
 class Signal(NamedTuple):
-    """A point in a stream that others can wait for."""
+    """A point in a stream that other streams can wait for."""
 
     event: Event
     stream: Hashable
     """Id of its stream."""
     position: int
-    """Grows along the stream."""
+    """Increases along the stream."""
     graph: int = 0
     """Number of the graph in which it was captured; 0 for none."""
 
 
 _graph_numbers = itertools.count(1)
-"""Shared by all engines of the process: graphs of several may have host memory in common."""
+"""Shared by all engines of the process, since their graphs may share host memory."""
 
 
 def _latest(signals: Iterable[Signal]) -> list[Signal]:
-    """The signals that cover all others: [Note: A wait covers what came before]."""
+    """Return the signals that cover all others: [Note: A wait covers what came before]."""
     latest: dict[tuple[Hashable, int], Signal] = {}
     for signal in signals:
         key = (signal.stream, signal.graph)
@@ -134,7 +134,7 @@ def _latest(signals: Iterable[Signal]) -> list[Signal]:
 
 
 class Stall(NamedTuple):
-    """A wait on the compute stream with the time before and after it."""
+    """A wait on the compute stream, with events before and after it."""
 
     label: str
     start: Event
@@ -142,7 +142,7 @@ class Stall(NamedTuple):
 
 
 class TimedCopies(NamedTuple):
-    """Copies that were put into a copy stream together, with events before and after them."""
+    """Copies enqueued on a copy stream together, with events before and after them."""
 
     is_out: bool
     """Whether they copy to the host."""
@@ -153,10 +153,10 @@ class TimedCopies(NamedTuple):
 
 
 class Timings:
-    """Times of the device in an iteration, in order of issue.
+    """Device times of an iteration, in order of issue.
 
     Args:
-        is_of_graph: Whether the iteration is captured. Only then work in graphs is timed: the clock
+        is_of_graph: Whether the iteration is captured. Only then is work in graphs timed: the clock
             of an iteration around a capture must not read events that are never recorded.
     """
 
@@ -167,32 +167,33 @@ class Timings:
         self.copies: list[TimedCopies] = []
 
     def clear(self) -> None:
-        """Forget all times."""
+        """Discard all times."""
         self.stalls.clear()
         self.copies.clear()
 
 
 class Waits:
-    """The signals of one engine, and the waits that were made for them.
+    """Creates one engine's signals, and tracks which streams have waited for them.
 
-    The class of that name in ``native`` does the same.
+    ``native`` has an equivalent class of the same name.
     """
 
     def __init__(self) -> None:
         self.graph = 0
-        """Number of the graph that is being captured; 0 for none."""
+        """Number of the graph being captured; 0 for none."""
         self.is_timed = False
         """Whether waits are timed."""
         self._positions = itertools.count(1)
         self._waited: dict[tuple[Hashable, Hashable], int] = {}
-        """Positions by waiter and signalling stream: [Note: A wait covers what came before]."""
+        """Latest position waited for, by waiting and signalling stream: [Note: A wait covers what
+        came before]."""
 
     def signal(self, event: Event, stream: Stream, stream_id: Hashable) -> Signal:
-        """The signal at the last record of ``event`` in the stream."""
+        """Return a signal for the last record of ``event`` in the stream."""
         return Signal(event, stream_id, next(self._positions), self.graph)
 
     def is_due(self, stream_id: Hashable, signal: Signal) -> bool:
-        """Whether a stream must wait for the signal; if so, the wait is noted."""
+        """Return whether a stream must wait for the signal; if so, record the wait."""
         if signal.graph != self.graph:
             return False  # [Note: Graphs one after another]
         pair = (stream_id, signal.stream)
@@ -202,7 +203,7 @@ class Waits:
         return True
 
     def forget(self) -> None:
-        """Forget all waits, so that later ones are made again."""
+        """Forget all waits, so that they are issued again."""
         self._waited.clear()
 
 
@@ -211,7 +212,7 @@ class CopyStreams:
 
     Args:
         backend: The device.
-        waits: A :class:`Waits`, of Python or C++.
+        waits: A :class:`Waits`, in Python or C++.
     """
 
     def __init__(self, backend: Backend, waits: Any = None) -> None:
@@ -219,11 +220,11 @@ class CopyStreams:
         self._waits = Waits() if waits is None else waits
         self._timings: Optional[Timings] = None
         self._to_join: dict[Hashable, Signal] = {}
-        """By copy stream, the signal after the last copies of the graph that is being captured."""
+        """The signal after the last copies of the graph being captured, by copy stream."""
 
     @property
     def timings(self) -> Optional[Timings]:
-        """Times to which waits of the compute stream and copies are added; None without timing."""
+        """Collects the times of copies and of the compute stream's waits; None if not timed."""
         return self._timings
 
     @timings.setter
@@ -231,12 +232,12 @@ class CopyStreams:
         self._timings = timings
         self._waits.is_timed = timings is not None
 
-    # Made when first used: a stream belongs to the device that is current then, and an engine may
-    # be installed before its process has chosen one.
+    # Created on first use: a stream belongs to the device that is current then, and an engine may
+    # be installed before its process has selected one.
 
     @cached_property
     def d2h(self) -> Stream:
-        """Copies from the device to the host.
+        """The stream of copies from the device to the host.
 
         Separate from ``h2d`` because the GPU has a copy engine for each direction, and in 1F1B
         both are busy at once.
@@ -245,7 +246,7 @@ class CopyStreams:
 
     @cached_property
     def h2d(self) -> Stream:
-        """Copies from the host to the device."""
+        """The stream of copies from the host to the device."""
         return self._backend.new_stream()
 
     @cached_property
@@ -265,8 +266,8 @@ class CopyStreams:
         """Copy device bytes into host buffers on the d2h stream.
 
         Args:
-            moves: Pairs of device bytes and the buffer they go to.
-            producers: The streams that computed them, by id.
+            moves: Pairs of device bytes and the buffer they are copied to.
+            producers: The streams that computed the bytes, by id.
             before: Called after the d2h stream's waits and before the copies.
 
         Returns:
@@ -290,12 +291,12 @@ class CopyStreams:
         streams: Mapping[Hashable, Stream],
         label: str = "",
     ) -> None:
-        """Release device memory after its copy out. The caller deletes its last reference.
+        """Release device memory after its D2H copy. The caller deletes its last reference.
 
         Args:
             memory: The source of the copy.
             copied_out: The signal after the copy.
-            streams: By id, the streams that may get the memory next and must wait.
+            streams: The streams, by id, that may reuse the memory next and must wait.
             label: The group, for timings.
         """
         if copied_out is not None:
@@ -304,11 +305,11 @@ class CopyStreams:
         self._backend.drop_device(memory)
 
     def empty(self, memory: torch.UntypedStorage) -> None:
-        """Free released memory that others reference but no longer read."""
+        """Free released memory that other code references but no longer reads."""
         self._backend.empty_device(memory)
 
     def note_copy_out(self, source: Bytes) -> None:
-        """Tell the allocator that the d2h stream reads memory whose stream may not wait by E3.
+        """Tell the allocator that d2h reads memory whose own stream may not wait by E3.
 
         See [Note: Layers that run in nodes].
         """
@@ -320,7 +321,7 @@ class CopyStreams:
         streams: Mapping[Hashable, Stream],
         label: str = "",
     ) -> None:
-        """Order the current stream, and those that may get the memory next, after a copy out.
+        """Order the current stream, and those that may reuse the memory next, after a D2H copy.
 
         Like :meth:`release`, for memory that is freed at an unknown time.
         """
@@ -342,9 +343,9 @@ class CopyStreams:
         Args:
             moves: Pairs of device bytes to write and the buffer to read. The buffers are not read
                 again.
-            copied_out: The signals after the copies out that wrote the buffers.
+            copied_out: The signals after the D2H copies that wrote the buffers.
             here: The current stream.
-            after: Called when the copies are in the h2d stream.
+            after: Called once the copies are enqueued on the h2d stream.
 
         Returns:
             The signal after the copies. The device memory must be kept until something has waited
@@ -365,17 +366,17 @@ class CopyStreams:
         return self._end(moves, stream, stream_id)
 
     def before_use(self, signal: Signal, stream_id: Hashable, label: str = "") -> None:
-        """Make the current stream wait before it reads returned tensors.
+        """Make the current stream wait before it reads reloaded tensors.
 
         Args:
-            signal: The signal after their copies in.
+            signal: The signal after their H2D copies.
             stream_id: Id of the current stream.
             label: The group, for timings.
         """
         self._wait(Edge.E5, None, stream_id, signal, label)  # edge E5
 
     def note_read(self, returned: torch.Tensor) -> None:
-        """Tell the allocator that the current stream reads a returned tensor until it is deleted.
+        """Tell the allocator that the current stream reads a reloaded tensor until it is deleted.
 
         Only needed if its memory was allocated for another stream.
         """
@@ -393,7 +394,7 @@ class CopyStreams:
         Args:
             memory: The destination of the copy; the caller deletes its last reference.
             copied_in: The signal after the copy.
-            allocated_for: The stream that may get the memory next.
+            allocated_for: The stream that may reuse the memory next.
         """
         if memory is None or copied_in is None or allocated_for is None:
             return
@@ -402,25 +403,25 @@ class CopyStreams:
         self._backend.drop_device(memory)
 
     def outlast(self, signals: Iterable[Signal]) -> None:
-        """Block the host until the copies before ``signals`` have ended. Orders nothing.
+        """Block the host until the copies before ``signals`` have ended. Adds no stream ordering.
 
-        Signals of graphs are skipped: nothing outside of the graph can wait for them.
+        Signals of graphs are skipped: nothing outside the graph can wait for them.
         """
         for signal in _latest(signals):
             if signal.graph == self._waits.graph == 0:
                 self._backend.outlast(signal.event)
 
     def forget_waits(self) -> None:
-        """Forget all waits: a new stream may have the id of an earlier one."""
+        """Forget all waits, since a new stream may have the id of an earlier one."""
         self._waits.forget()
 
     def begin_graph(self) -> None:
-        """Later work is captured in a new graph, from the current stream."""
+        """Begin a new graph, captured from the current stream."""
         self._waits.graph = next(_graph_numbers)
         self._backend.begin_graph()
 
     def end_graph(self) -> None:
-        """Join the copies to the graph's end: the current stream waits for them."""
+        """End the graph: the current stream waits for the graph's copies."""
         stream_id = self._backend.current_stream_id()
         for signal in self._to_join.values():
             self._wait(Edge.E9, None, stream_id, signal)  # edge E9
@@ -443,7 +444,7 @@ class CopyStreams:
         self.finish()
 
     def _run(self, copies: Sequence[Copy], stream: Stream) -> None:
-        """Put copies into a copy stream, and time them if :attr:`timings` is set."""
+        """Enqueue copies on a copy stream, and time them if :attr:`timings` is set."""
         timings = self._open_timings()
         if timings is None:
             self._backend.run_copies(copies, stream)
@@ -456,7 +457,7 @@ class CopyStreams:
             timings.copies.append(TimedCopies(stream is self.d2h, nbytes, start, stop))
 
     def _open_timings(self) -> Optional[Timings]:
-        """Where times of work that is issued now are added; None if it is not timed."""
+        """Return the timings for work issued now; None if it is not timed."""
         timings = self._timings
         if timings is None or timings.is_of_graph is not bool(self._waits.graph):
             return None
@@ -469,7 +470,7 @@ class CopyStreams:
     def _end(
         self, moves: Sequence[tuple[Bytes, HostAllocation]], stream: Stream, stream_id: Hashable
     ) -> Signal:
-        """The signal after the last copies of a stream."""
+        """Record and return the signal after a stream's last copies."""
         signal = self._signal(stream, stream_id)
         for _, allocation in moves:
             allocation.last_use = (signal,)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The counters of an iteration, counted in Python and in C++."""
+"""The counters of an iteration, from Python and C++."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron.slipstream.plan.trace import GroupKey
 
 
 class CountedModules:
-    """The counters of an iteration. Those of C++ are added on demand.
+    """The counters of an iteration. Counts from C++ are added on demand.
 
     Args:
         modules: Counters by module name.
-        late_groups: Late copies in by the group that saved the storage first.
-        in_cpp: What C++ has counted beside them.
+        late_groups: Number of late H2D copies, by the group that first saved the storage.
+        in_cpp: Additional counts from C++.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class CountedModules:
         self.late_groups = late_groups or {}
 
     def by_name(self) -> dict[str, ModuleCounters]:
-        """The counters by module name."""
+        """Return the counters by module name."""
         if self.in_cpp is not None:
             add_counters(self.in_cpp, self._modules)
             self.in_cpp = None
@@ -42,18 +42,18 @@ class CountedModules:
 
 
 class ReplayedPass(NamedTuple):
-    """A pass that graphs of a whole chunk replay: its marks do not reach an engine."""
+    """A pass replayed by whole-chunk graphs: its marks do not reach an engine."""
 
     plan: Plan
     """The plan that its graphs follow."""
     modules: Mapping[str, ModuleCounters]
-    """Counters of one replay of each of its graphs, by module name."""
+    """Counters for one replay of each of its graphs, by module name."""
     host_bytes: int
     """Host memory that only these graphs use."""
 
 
 def sum_of(*counted: Mapping[str, ModuleCounters]) -> dict[str, ModuleCounters]:
-    """The sums of counters, by module name."""
+    """Sum counters by module name."""
     total: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
     for modules in counted:
         for name, counters in modules.items():
@@ -62,6 +62,6 @@ def sum_of(*counted: Mapping[str, ModuleCounters]) -> dict[str, ModuleCounters]:
 
 
 def add_counters(in_cpp: Any, modules: defaultdict[str, ModuleCounters]) -> None:
-    """Add to ``modules`` what C++ has counted: amounts by counter, by module name."""
+    """Add counts from C++, by module name and then by counter, to ``modules``."""
     for name, amounts in in_cpp.items():
         modules[name].add(amounts)

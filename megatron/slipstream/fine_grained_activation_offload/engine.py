@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The iterations of a training: records the first, then follows plans made from the recording.
+"""Runs training iterations: records the first, then follows plans made from the recording.
 
 Correctness does not depend on the plan. A plan says when copies start and memory is released;
-``activation_store`` ensures at each read that the tensor is there. An iteration that departs from
-its plan is therefore slower, never wrong.
+``activation_store`` ensures at each read that the tensor is on the device. An iteration that
+departs from its plan is therefore slower, never wrong.
 
-The engine knows no framework. megatron-core's layers call :mod:`manager`, and hooks on any other
+The engine is framework-agnostic. megatron-core's layers call :mod:`manager`, and hooks on any other
 model call ``integration.attach.engine``.
 """
 
@@ -55,14 +55,14 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadEngine:
-    """Moves the tensors that groups save, and plans from recorded iterations.
+    """Offloads and reloads the tensors that groups save, and plans from recorded iterations.
 
     Args:
         backend: The device.
         options: How groups are chosen and timed.
         rank: Global rank, for the report.
         num_verified_iterations: See ``OffloadConfig.offload_verify``.
-        is_native: Whether the saved-tensor hooks in C++ run, where they can be compiled.
+        is_native: Whether to use the C++ saved-tensor hooks, if they can be compiled.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class OffloadEngine:
         self.store.host_pool.limit_bytes = self._tuner.options.host_memory_limit_bytes
         self._host_trimmer = HostTrimmer(self.store, self._cache, self._tuner, self._report)
         self._policy: dict[str, Any] = {}
-        """The model's options of the newest pass."""
+        """The model's options in the latest pass."""
         self._num_verified_iterations = num_verified_iterations
         if num_verified_iterations > 0:
             self.store.verifier = Verifier(backend)
@@ -98,15 +98,15 @@ class OffloadEngine:
         """The plan with which the next iteration starts."""
         self._executor = PlanExecutor(self.store, self._recorder, self._cache, self._tuner)
         self.graphs = GraphCaptures(self.store)
-        """The captures in CUDA graphs."""
+        """The CUDA graph captures."""
         self.replayed: dict[str, ReplayedPass] = {}
-        """Passes that graphs of whole chunks replay, by the chunk's name."""
+        """Passes replayed by whole-chunk graphs, by chunk name."""
         parts = (self.store, self._tuner, self.graphs, self.replayed)
         self._report_builder = ReportBuilder(self._report, *parts)
 
     @property
     def report(self) -> RankReport:
-        """Figures of the last complete iteration."""
+        """Statistics of the last complete iteration."""
         return self._report_builder.build(self._last_plan)
 
     @property
@@ -120,24 +120,24 @@ class OffloadEngine:
         self.follow_in_python()
 
     def follow_in_python(self) -> None:
-        """Have Python perform the rest of this iteration's steps.
+        """Run the rest of this iteration's steps in Python.
 
-        C++ does not ask whether offloading is suspended.
+        C++ does not check whether offloading is suspended.
         """
         self._executor.follow_in_python(self._now)
 
     @property
     def options(self) -> PolicyOptions:
-        """The options of plans."""
+        """The planning options."""
         return self._tuner.options
 
     @property
     def plan(self) -> Optional[Plan]:
-        """The plan that is followed, or else that of the last iteration; None if there is none."""
+        """The plan being followed, or else that of the last iteration; None if there is none."""
         return self._now.plan or self._last_plan
 
     def predict_overheads(self) -> None:
-        """Predict the overhead of plans only, as for iterations that are captured afterwards."""
+        """Only predict the overhead of plans, as for iterations that are captured afterwards."""
         self._tuner.tries_plans = False
 
     @property
@@ -147,12 +147,12 @@ class OffloadEngine:
 
     @property
     def plan_facts(self) -> Optional[PlanFacts]:
-        """The proven facts of the newest plan."""
+        """The proven facts about the latest plan."""
         return self._tuner.facts
 
     @property
     def peak_drop_bytes(self) -> dict[str, int]:
-        """The drop of the device peak by the newest plan in bytes, by module name.
+        """The reduction of the device peak by the latest plan in bytes, by module name.
 
         Empty before the first iteration has ended. See [Note: Freed is not saved] in ``plan.peak``.
         """
@@ -162,7 +162,7 @@ class OffloadEngine:
     # The life of a pass and of its groups.
 
     def begin_pass(self, vp_stage: int, min_numel: int, pp_rank: int = 0, **policy: Any) -> None:
-        """A micro-batch enters a model chunk.
+        """Begin the pass of a micro-batch through a model chunk.
 
         Passes without gradients, and recomputations in backward, are ignored.
 
@@ -188,7 +188,7 @@ class OffloadEngine:
         if now.trial is not None and now.trial.is_left_out:
             return
         if now.num_steps == 0:
-            now.passes.clear()  # Without marks, or of an iteration that failed before its first.
+            now.passes.clear()  # They had no marks, or the iteration failed before its first one.
         micro_batch = sum(chunk.vp_stage == vp_stage for chunk in now.passes)
         now.chunk = self.store.make_pass(len(now.passes), vp_stage, min_numel, micro_batch)
         now.passes.append(now.chunk)
@@ -204,15 +204,15 @@ class OffloadEngine:
         self._advance(StepKind.FORWARD_START, group)
 
     def take_started(self) -> Optional[OffloadTensorGroup]:
-        """The group whose region is entered now, if its saved tensors are tracked.
+        """Return the group whose region is being entered, if its saved tensors are tracked.
 
-        None also if the plan keeps the group: its saved tensors are then not needed.
+        Also None if the plan keeps the group: its saved tensors are then not needed.
         """
         group, self._now.started = self._now.started, None
         return None if group is None or self._stays(group) else group
 
     def end_iteration(self) -> None:
-        """Call when all passes of an iteration have been issued, with backward or without."""
+        """End an iteration, once all its passes have been issued, with or without backward."""
         now = self._now
         now.chunk = None
         if now.num_steps > 0:
@@ -220,16 +220,16 @@ class OffloadEngine:
         elif now.trial is not None or (now.has_begun and self.are_marks_in_graphs):
             self._finish_without_marks()
         if self._now is now:
-            # Without marks, as without gradients, or if a chunk is replayed as one graph.
+            # No marks: there were no gradients, or a chunk was replayed as one graph.
             self._now = Iteration()
 
     @property
     def are_marks_in_graphs(self) -> bool:
-        """Whether graphs replay passes without, or with fewer, marks."""
+        """Whether graphs replay passes, with fewer marks or none."""
         return bool(self.graphs.modules or self.replayed)
 
     def _stays(self, group: OffloadTensorGroup) -> bool:
-        """Whether the plan keeps the group, so that its saved tensors need not be tracked."""
+        """Return whether the plan keeps the group, so its saved tensors need not be tracked."""
         plan = self._now.plan
         if plan is None or plan.tracks(group.key):
             return False
@@ -239,47 +239,47 @@ class OffloadEngine:
     # A pass that is captured as a whole (chunk_graphs/offloading.py).
 
     def follow(self, plan: Plan, clock: Optional[StepClock] = None) -> None:
-        """Follow this plan in the pass that begins, which must match it.
+        """Follow ``plan`` in the coming pass, which must match it.
 
         Args:
             plan: The plan of another engine.
-            clock: Times the pass; None to take no times.
+            clock: Times the pass; None for no timing.
         """
         self._last_plan = self._next_plan = plan
         self._executor.is_bound = True
         self._executor.clock = clock
 
     def plan_for_replays(self, times: Sequence[Times]) -> None:
-        """Plan again from replays of graphs in which a pass follows this engine's plan.
+        """Replan from replays of graphs in which a pass follows this engine's plan.
 
         Args:
-            times: Of each replay.
+            times: Times of each replay.
         """
         plan = self._last_plan
         if plan is not None:
             self._last_plan = self._next_plan = self._tuner.improve(plan, times)
 
     def release_all(self) -> None:
-        """Release all groups that are being copied out."""
+        """Release all groups that are being offloaded."""
         for group in self._now.groups.values():
             if group.state is GroupState.COMMITTED:
                 self.store.release(group)
 
     def forget_pass(self) -> None:
-        """Call when the pass has ended; nothing is recorded from it."""
+        """Discard a pass that has ended; nothing is recorded from it."""
         self._clear_iteration()
 
     def finish_report(self) -> None:
-        """Add the times of iterations that the device has finished."""
+        """Add the times of iterations that the device has finished to the report."""
         self._report_builder.finish(self._last_plan, self.wanted_modules)
 
     def close(self) -> None:
-        """Return the host memory. Nothing that was saved can be read afterwards."""
+        """Free the host memory. Saved tensors cannot be read afterwards."""
         self._clear_iteration()
         self.store.close()
 
     def read(self, saved: Any) -> torch.Tensor:
-        """Backward reads what a group saved, as autograd's unpack hook.
+        """Return a saved tensor to backward: autograd's unpack hook.
 
         Raises:
             RuntimeError: The tensor was changed in place after it was saved.
@@ -300,11 +300,11 @@ class OffloadEngine:
     def commit_group(
         self, name: str, given_up: Sequence[torch.Tensor] = ()
     ) -> Optional[OffloadTensorGroup]:
-        """Commit the group of that name, which has saved everything; None if none is open.
+        """Commit the open group called ``name``, which has saved everything; None if none is open.
 
         Args:
             name: Name of the group.
-            given_up: Tensors that forward no longer reads, though others may hold references.
+            given_up: Tensors that forward no longer reads, though other references may exist.
         """
         now = self._now
         group = now.chunk.commit_group(name) if now.chunk is not None else None
@@ -317,7 +317,7 @@ class OffloadEngine:
         return group
 
     def use_group(self, group: OffloadTensorGroup) -> None:
-        """Backward needs the group from here on."""
+        """Note that backward needs the group from here on."""
         if group.state is GroupState.COMMITTED and self._is_current(group):
             group.move_to(GroupState.IN_USE)
             self._advance(StepKind.BACKWARD_USE, group)
@@ -326,7 +326,7 @@ class OffloadEngine:
         """Mark where backward leaves the last started group.
 
         Args:
-            tensor: The group's input. Backward has its gradient when it has left the group.
+            tensor: The group's input. Backward has its gradient once it has left the group.
         """
         group = self._now.started
         if group is None or tensor.grad_fn is None or self.graphs.is_capturing:
@@ -335,13 +335,13 @@ class OffloadEngine:
         self.store.call_before(tensor, partial(self.end_group, group))
 
     def end_group(self, group: OffloadTensorGroup, *_: object) -> None:
-        """Backward has left the group. A hook of autograd; ignores the gradients."""
+        """Note that backward has left the group. An autograd hook; ignores the gradients."""
         if group.state is GroupState.IN_USE and self._is_current(group):
             group.move_to(GroupState.DONE)
             self._advance(StepKind.BACKWARD_END, group)
 
     def mark_output(self, kind: StepKind) -> None:
-        """Mark that forward reaches the output layer, or has computed it.
+        """Mark the start or the end of the output layer in forward.
 
         Args:
             kind: OUTPUT_START or OUTPUT_END.
@@ -353,11 +353,11 @@ class OffloadEngine:
             self._advance(kind, mark_of_no_group(chunk, kind))
 
     def mark_gradient(self, kind: StepKind, tensors: list[torch.Tensor]) -> None:
-        """Mark where backward has the gradient of the first of these tensors, once.
+        """Mark, once, where backward first has the gradient of any of these tensors.
 
         Args:
             kind: BACKWARD_START, OUTPUT_BACKWARD_START or OUTPUT_BACKWARD_END.
-            tensors: Tensors of the running forward pass. Those without gradient are skipped.
+            tensors: Tensors of the running forward pass; those without gradients are skipped.
         """
         if self.store.mark_gradient(self, kind, tensors):
             return
@@ -367,20 +367,20 @@ class OffloadEngine:
             at_first_gradient(tensors, partial(self._come_to, mark, chunk))
 
     def _come_to(self, mark: Step, chunk: ChunkOffloadHandler) -> None:
-        # Backward may run after its iteration's end.
+        # Backward may run after its iteration has ended.
         passes = self._now.passes
         if chunk.index < len(passes) and passes[chunk.index] is chunk:
             self._advance(mark.kind, mark)
 
     def _marked_pass(self) -> Optional[ChunkOffloadHandler]:
-        """The running forward pass, if it has groups: otherwise nothing could move."""
+        """Return the running forward pass if it has groups; otherwise nothing can move."""
         chunk = self._now.chunk
         if chunk is None or chunk.find(0) is None or self.graphs.is_capturing:
             return None
         return chunk if self._is_training_forward() else None
 
     def _is_current(self, group: OffloadTensorGroup) -> bool:
-        """Whether the group is of this iteration: backward may outlive its iteration's end."""
+        """Return whether the group belongs to this iteration: backward may outlive its own."""
         return self._now.find(group.key) is group
 
     def _is_training_forward(self) -> bool:
@@ -392,13 +392,13 @@ class OffloadEngine:
     # The life of an iteration.
 
     def _advance(self, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
-        """Reach a mark: see :meth:`PlanExecutor.come_to`."""
+        """Process a mark: see :meth:`PlanExecutor.come_to`."""
         if self._now.num_steps == 0:
             self._begin_iteration()
         self._executor.come_to(self._now, kind, at)
 
     def _begin_trial(self) -> None:
-        """At the first model chunk of an iteration, find out whether it is part of a trial."""
+        """At an iteration's first model chunk, decide whether the iteration is part of a trial."""
         if self._now.has_begun:
             return
         self._now.has_begun = True
@@ -406,7 +406,7 @@ class OffloadEngine:
             self._now.trial = self._tuner.begin_trial(self._next_plan, self._report.num_iterations)
 
     def _finish_without_marks(self) -> None:
-        """End an iteration without marks: the engine was left out, or graphs replayed all of it."""
+        """End an iteration without marks: the engine was bypassed, or graphs replayed all of it."""
         trial = self._now.trial
         is_trial = False
         if trial is not None:
@@ -442,7 +442,7 @@ class OffloadEngine:
             self._recorder.steps.extend(plan.trace.steps[: now.num_steps])
             plan = None
         if plan is None and not now.is_incomplete:
-            # Departed, or ended before the plan did: another plan may still match it.
+            # It departed from its plan, or ended early: another plan may still match it.
             plan = self._cache.find(StepsKey(tuple(self._recorder.steps))) or self._make_plan()
         self._tuner.read_clocks()
         is_next = plan is self._last_plan and plan is self._next_plan
@@ -463,7 +463,7 @@ class OffloadEngine:
         self._host_trimmer.end_iteration(self._last_plan)
 
     def _drop_plans_beyond_limit(self) -> None:
-        """Drop plans that need more host memory than the pool's limit, lowered by a refusal."""
+        """Drop plans that exceed the pool's limit after a failed allocation has lowered it."""
         limit_bytes = self.store.host_pool.limit_bytes
         if limit_bytes == self._tuner.options.host_memory_limit_bytes:
             return
@@ -494,10 +494,10 @@ class OffloadEngine:
         return counted
 
     def _restart_if_abandoned(self) -> None:
-        """Drop the iteration so far if it ended in an exception.
+        """Discard the iteration so far if it ended in an exception.
 
-        It is detected by passes whose saved tensors autograd has freed before their backward, while
-        no other pass waits for backward.
+        Detected when autograd has freed the saved tensors of a pass before its backward, while no
+        other pass awaits backward.
         """
         passes = self._now.passes
         if any(chunk.is_abandoned for chunk in passes) and not any(

@@ -3,22 +3,22 @@
 """Groups inside CUDA graphs that are captured layer by layer.
 
 A captured layer runs no Python when it is replayed, so copies are captured too. A graph must join
-its copies to its end (edge E9), and the next graph begins after that. To give copies the time of a
-whole layer, each graph begins with its neighbour's copies: the next captured graph copies out the
-tensors that a layer saved, and the backward graph captured before a layer's copies back the tensors
-that the layer's backward needs. An event recorded before the end of a graph lets work outside of
-the graphs continue while the last copies run.
+its copies before it ends (edge E9), and the next graph begins after that. To overlap copies with a
+whole layer, each graph begins with its neighbour's copies: the next captured graph offloads the
+tensors that a layer saved, and the backward graph captured before a layer's own reloads the tensors
+that the layer's backward needs. An event recorded before the end of a graph lets work outside the
+graphs continue while the last copies run.
 
 Graphs move the same groups as the plan of the iterations before the capture.
 
-Addresses of host memory are baked into graphs: it comes from a separate pool, which serves nothing
-else as long as graphs exist.
+Host memory addresses are baked into graphs, so their host memory comes from a separate pool that
+serves nothing else while the graphs exist.
 
 [Note: Sets of graphs]
-Graphs are captured in the order in which they are replayed, so that one may reuse host memory that
-an earlier one has read back. Where the graphs of a model chunk are made in sets, which
-micro-batches use in turn, that order holds inside of a set only: each set has a pool of its own.
-Graphs of other context-parallel sizes in the same set share it, as they are never in use at once.
+Graphs are captured in replay order, so a graph may reuse host memory that an earlier one has read
+back. If a model chunk has several sets of graphs, which micro-batches use in turn, that order holds
+only within a set, so each set has its own pool. Graphs for other context-parallel sizes in the same
+set share the pool, since they are never in use at the same time.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD, GroupKey
 logger = logging.getLogger(__name__)
 
 SLACK = 1 / 8
-"""Additional fraction of the plan's host memory, since the layout of buffers differs."""
+"""Extra host memory, as a fraction of the plan's, since the buffer layout differs."""
 
 
 class GraphedLayer:
-    """The forward and the backward graph of one layer and one micro-batch."""
+    """The forward and backward graphs of one layer and one micro-batch."""
 
     def __init__(self, before: Optional[GraphedLayer]) -> None:
         self.before = before
-        """The layer whose backward is next; None for the first layer of a model chunk."""
+        """The layer whose backward runs next; None for the first layer of a model chunk."""
         self.groups: list[OffloadTensorGroup] = []
         self.static: frozenset[int] = frozenset()
-        """Addresses of torch's objects of its inputs' storages, which a graph keeps."""
+        """Addresses of torch's storage objects of its inputs, which the graph keeps alive."""
 
 
 class _Leaving(NamedTuple):
-    """A group to copy out, and the layer that saved it."""
+    """A group to offload, and the layer that saved it."""
 
     group: OffloadTensorGroup
     layer: GraphedLayer
 
 
 class _Outside(NamedTuple):
-    """The store's parts outside of captures."""
+    """The store's components outside captures."""
 
     host_pool: HostPool
     modules: defaultdict[str, ModuleCounters]
@@ -95,7 +95,7 @@ class _Decided(NamedTuple):
 class GraphCaptures:
     """The sets of graphs of one engine: at most one is in use.
 
-    Replaces the manager at the marks of groups while a graph is captured.
+    Handles group marks in place of the manager while a graph is captured.
     """
 
     def __init__(self, store: ActivationStore) -> None:
@@ -107,19 +107,19 @@ class GraphCaptures:
         self._pools: dict[Optional[_Set], HostPool] = {}
         """The host memory of the graphs, by set."""
         self._taken_bytes = 0
-        """Bytes by which the limit of the store's own pool is lowered for them."""
+        """Bytes deducted from the limit of the store's own pool for these pools."""
         self._set: Optional[_Set] = None
-        """The set that is being captured; None where each micro-batch has graphs of its own."""
+        """The set being captured; None if each micro-batch has its own graphs."""
         self._num_sets: Optional[Sequence[int]] = None
-        """Of each model chunk."""
+        """Number of sets of each model chunk."""
         self._counted: defaultdict[str, ModuleCounters] = self.modules
-        """Where the graphs that are captured now are counted."""
+        """Counters for the graphs being captured."""
         self.is_open = False
         """Whether a set of graphs is being warmed up or captured."""
         self._plan: Optional[Plan] = None
         self._decisions: dict[tuple[int, int, str, int], list[GroupPlan]] = {}
         self._names: set[str] = set()
-        """Modules with groups in the warm-up of the graphs."""
+        """Modules whose groups ran during the warm-up of the graphs."""
         self._passes: dict[int, tuple[ChunkOffloadHandler, int, GraphedLayer]] = {}
         """By model chunk: the captured pass, its last layer's number, and that layer."""
         self._num_passes: Counter[int] = Counter()
@@ -128,20 +128,20 @@ class GraphCaptures:
         self.layer: Optional[GraphedLayer] = None
         """The layer whose graph is being captured."""
         self._pending: list[_Leaving] = []
-        """Captured groups that are not copied out yet: the next graph copies them."""
+        """Captured groups to be offloaded by the next graph."""
         self._leaving: list[_Leaving] = []
-        """Groups that the graph being captured copies out."""
+        """Groups offloaded by the graph being captured."""
         self._outside: Optional[_Outside] = None
-        """The store's usual parts, while they are replaced during a capture."""
+        """The store's usual components, while a capture replaces them."""
 
     @property
     def is_capturing(self) -> bool:
-        """Whether marks belong to a graph now."""
+        """Whether marks currently belong to a graph being captured."""
         return self.layer is not None
 
     @property
     def pools(self) -> list[HostPool]:
-        """The host memory of the graphs: a pool for each set."""
+        """The host memory pools of the graphs, one per set."""
         return list(self._pools.values())
 
     @property
@@ -155,18 +155,18 @@ class GraphCaptures:
         return any(counters.d2h_copies for counters in self.modules.values())
 
     def is_last(self, vp_stage: int, layer_number: int) -> bool:
-        """Whether this is the last captured layer of the model chunk; False if unknown."""
+        """Return whether this is the chunk's last captured layer; False if unknown."""
         return self._last_layers.get(vp_stage) == layer_number
 
     # A set of graphs.
 
     def open(self, plan: Optional[Plan], num_sets: Optional[Sequence[int]] = None) -> None:
-        """Prepare the warm-up and capture of graphs; does nothing if already open.
+        """Prepare to warm up and capture graphs; no-op if already open.
 
         Args:
             plan: The plan of the iterations so far.
-            num_sets: The number of sets of each model chunk; see [Note: Sets of graphs]. None: each
-                micro-batch has graphs of its own.
+            num_sets: The number of sets of each model chunk; None if each micro-batch has its own
+                graphs. See [Note: Sets of graphs].
         """
         if self.is_open:
             return
@@ -178,7 +178,7 @@ class GraphCaptures:
         self._passes.clear()
         self._num_passes.clear()
         if num_sets is None and plan is not None and _takes_turns(plan):
-            num_sets = (1,)  # megatron-core captures graphs for one micro-batch then.
+            num_sets = (1,)  # Then megatron-core captures graphs for only one micro-batch.
         self._num_sets = num_sets
         self._set = None if num_sets is None else _Set(0, 0)
         self._decisions = {}
@@ -199,20 +199,20 @@ class GraphCaptures:
         Args:
             vp_stage: The model chunk.
             number: The number of the set.
-            is_counted: False for graphs that are replayed in the place of others, which count.
+            is_counted: False for graphs replayed in place of others that are already counted.
         """
         self._set = _Set(vp_stage, number)
         self._counted = self.modules if is_counted else defaultdict(ModuleCounters)
         self._passes.pop(vp_stage, None)
 
     def _set_of(self, vp_stage: int, micro_batch: int) -> Optional[_Set]:
-        """The set whose graphs a micro-batch uses."""
+        """Return the set whose graphs a micro-batch uses."""
         if self._num_sets is None:
             return None
         return _Set(vp_stage, micro_batch % self._num_sets[vp_stage])
 
     def note_warmup(self, name: str) -> None:
-        """Note a group of that name in the warm-up of a layer."""
+        """Record that a group called ``name`` ran in a layer's warm-up."""
         self._names.add(name)
 
     def close(self) -> None:
@@ -237,11 +237,11 @@ class GraphCaptures:
     def reserve(self) -> None:
         """Reserve host memory for the warmed-up layers: none can be pinned during a capture.
 
-        Called after each layer's warm-up, which may have brought new modules.
+        Called after each layer's warm-up, which may have added modules.
         """
         outside = self._store.host_pool
         if not self._pools and outside.in_use_bytes == 0:
-            # The store's pool mostly served groups that are in graphs from now on.
+            # The store's pool mostly served groups that run in graphs from now on.
             self._store.close()
         if self._set not in self._pools:
             self._pools[self._set] = self._store.new_host_pool(0)
@@ -259,13 +259,13 @@ class GraphCaptures:
                 self._taken_bytes += taken_bytes
 
     def _needed_bytes(self) -> int:
-        """Host bytes that the set's groups in graphs have at once, in whole buffers."""
+        """Return the host bytes that the set's captured groups use at once, in whole buffers."""
         if self._plan is None:
             return 0
         moved = _moved_bytes(self._plan, self._names)
         if self._set is None:
             return _most_in_use_bytes(self._plan, moved)
-        # A micro-batch has all of its groups on the host between forward and backward. Graphs move
+        # All groups of a micro-batch are on the host between forward and backward. Graphs move
         # every group that moves in any micro-batch that they are replayed for.
         largest: Counter[tuple[str, int, int]] = Counter()
         for item in _decided(self._plan):
@@ -287,7 +287,7 @@ class GraphCaptures:
     def begin_forward(
         self, vp_stage: int, layer_number: int, inputs: Iterable[torch.Tensor]
     ) -> GraphedLayer:
-        """Begin the capture of a forward graph from the current stream.
+        """Begin capturing a forward graph from the current stream.
 
         Args:
             vp_stage: The model chunk that the layer belongs to.
@@ -303,7 +303,7 @@ class GraphCaptures:
         return layer
 
     def end_forward(self, let_others_go_on: Callable[[], None]) -> None:
-        """End the capture of the layer's forward operations.
+        """End the capture of the layer's forward graph.
 
         Args:
             let_others_go_on: Called when only copies remain in the graph.
@@ -314,7 +314,7 @@ class GraphCaptures:
         self._leave()
 
     def begin_backward(self, layer: GraphedLayer) -> None:
-        """Begin the capture of the layer's backward graph from the current stream."""
+        """Begin capturing the layer's backward graph from the current stream."""
         # Groups that backward needs immediately stay on the device.
         self._pending = [item for item in self._pending if item.layer is not layer]
         self._enter(layer)
@@ -325,7 +325,7 @@ class GraphCaptures:
                 self._store.copy_in(group.storages())
 
     def end_backward(self, let_others_go_on: Callable[[], None]) -> None:
-        """The layer's backward operations have been captured."""
+        """End the capture of the layer's backward graph."""
         layer = self.layer
         assert layer is not None
         let_others_go_on()
@@ -337,7 +337,7 @@ class GraphCaptures:
         self._outside = _Outside(store.host_pool, store.modules, store.verifier)
         if self._set not in self._pools:
             raise RuntimeError("a graph is captured that has not been warmed up")
-        # The verifier makes the host wait, which a capture forbids.
+        # The verifier blocks the host, which a capture forbids.
         store.host_pool, store.modules = self._pools[self._set], self._counted
         store.verifier = None
         store.copy_streams.begin_graph()
@@ -359,7 +359,7 @@ class GraphCaptures:
     def _pass_of(
         self, vp_stage: int, layer_number: int
     ) -> tuple[ChunkOffloadHandler, Optional[GraphedLayer]]:
-        """The pass that a layer's forward graph belongs to, and the layer before it."""
+        """Return the pass that a layer's forward graph belongs to, and the layer before it."""
         known = self._passes.get(vp_stage)
         if known is not None and known[1] < layer_number:
             return known[0], known[2]
@@ -383,7 +383,7 @@ class GraphCaptures:
     # The marks inside a graph.
 
     def pop_forward_chunk(self, name: str) -> Optional[OffloadTensorGroup]:
-        """A group begins. Returns it if what it saves is to be looked at."""
+        """Begin a group. Return it if its saved tensors must be tracked, else None."""
         assert self.layer is not None
         group = self._chunk.open_group(name)
         self.layer.groups.append(group)
@@ -393,7 +393,7 @@ class GraphCaptures:
     def commit_group(
         self, name: str, given_up: Sequence[torch.Tensor] = ()
     ) -> Optional[OffloadTensorGroup]:
-        """Commit the group of that name, which has saved everything; None if none is open."""
+        """Commit the open group called ``name``; None if none is open."""
         group = self._chunk.commit_group(name)
         if group is not None and group.held:
             assert self.layer is not None
@@ -402,10 +402,10 @@ class GraphCaptures:
         return group
 
     def use_group(self, group: OffloadTensorGroup) -> None:
-        """Does nothing: all groups of a layer are reloaded before its backward graph begins."""
+        """Do nothing: all groups of a layer are reloaded before its backward graph begins."""
 
     def _plans_of(self, group: OffloadTensorGroup) -> list[GroupPlan]:
-        """The plans of the moving traced groups that it represents."""
+        """Return the plans of the traced groups that ``group`` represents and that move."""
         label = group.label
         number = label.micro_batch if self._set is None else self._set.number
         plans = self._decisions.get((label.vp_stage, number, label.name, label.layer), [])
@@ -434,7 +434,7 @@ def _decided(plan: Plan) -> Iterable[_Decided]:
 
 
 def _takes_turns(plan: Plan) -> bool:
-    """Whether no pass begins before the backward of the previous one has begun."""
+    """Return whether no pass begins before the backward of the previous one has begun."""
     last_pass, has_been_used = -1, True
     for step in plan.trace.steps:
         if step.kind in KINDS_OF_BACKWARD:
@@ -448,14 +448,14 @@ def _takes_turns(plan: Plan) -> bool:
 
 class _Moved(NamedTuple):
     position: int
-    """Of the storage in its group."""
+    """Position of the storage in its group."""
     nbytes: int
-    """In whole buffers."""
+    """Size in whole buffers."""
     storage: StoragePlan
 
 
 def _moved_bytes(plan: Plan, names: set[str]) -> dict[GroupKey, list[_Moved]]:
-    """What moves of the groups of these names."""
+    """Return the storages that move in the groups with these names, by owner."""
     moved: defaultdict[GroupKey, list[_Moved]] = defaultdict(list)
     for storage in plan.storages:
         owner = plan.trace.storages[storage.index].holders[0]
@@ -466,7 +466,7 @@ def _moved_bytes(plan: Plan, names: set[str]) -> dict[GroupKey, list[_Moved]]:
 
 
 def _most_in_use_bytes(plan: Plan, moved: Mapping[GroupKey, Sequence[_Moved]]) -> int:
-    """Host bytes in use at once, while the schedule runs as the plan has it."""
+    """Return the peak host bytes in use if the schedule runs as planned."""
     changes = [0] * (len(plan.trace.steps) + 1)
     for items in moved.values():
         for _, nbytes, storage in items:

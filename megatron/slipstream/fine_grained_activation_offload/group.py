@@ -17,7 +17,7 @@ _serial_numbers = itertools.count()
 
 
 class GroupState(enum.Enum):
-    """The life cycle of a group. Where its bytes are is each storage's own state."""
+    """The life cycle of a group. Each storage tracks where its own bytes are."""
 
     OPEN = "its operations run and save tensors"
     COMMITTED = "it has saved everything: copies out may start, and memory be released"
@@ -38,7 +38,7 @@ class OffloadTensorGroup:
     """The tensors that one marked sub-module saved in one pass.
 
     Args:
-        label: Its place in the iteration and in the model.
+        label: Its position in the iteration and in the model.
         min_numel: Tensors of fewer elements stay on the device.
     """
 
@@ -57,15 +57,15 @@ class OffloadTensorGroup:
         self.is_read_first = False
         """See ``GroupTrace.is_read_first``."""
         self.untracked_in: Optional[Trace] = None
-        """The trace of the plan that keeps the group, if its saved tensors were therefore not
-        tracked."""
+        """The trace of the plan that keeps the group on the device, if its saved tensors are
+        therefore not tracked."""
         self.held: dict[int, GroupKey] = {}
-        """The group that saved each storage first, by serial number, in order of their first save
-        by this group."""
+        """The group that first saved each storage, by the storage's serial number, in the order in
+        which this group first saved them."""
         self._storages: list[weakref.ref[SavedStorage]] = []
-        """The storages in that order. Autograd owns them."""
+        """The storages in the same order. Autograd owns them."""
         self.nbytes: dict[int, int] = {}
-        """Bytes that a copy of each would move, by serial number, as of the commit."""
+        """Bytes that a copy of each storage would move, by serial number, as of the commit."""
 
     def __str__(self) -> str:
         return str(self.label)
@@ -74,28 +74,28 @@ class OffloadTensorGroup:
         """Change the state.
 
         Raises:
-            RuntimeError: The change is not one that a group may make.
+            RuntimeError: A group may not make this transition.
         """
         if (self.state, state) not in _ALLOWED:
             raise RuntimeError(f"group {self} cannot go from {self.state.name} to {state.name}")
         self.state = state
 
     def hold(self, storage: SavedStorage) -> None:
-        """Note that this group saved a view of ``storage``, its first."""
+        """Record this group's first save of a view of ``storage``."""
         self.held[storage.serial] = storage.owner.key
         self._storages.append(weakref.ref(storage))
 
     def storages_or_none(self) -> list[Optional[SavedStorage]]:
-        """The storages by position, None for those that autograd has freed."""
+        """Return the storages by position, with None for those that autograd has freed."""
         return [reference() for reference in self._storages]
 
     def storages(self) -> list[SavedStorage]:
-        """The storages that are still alive."""
+        """Return the storages that are still alive."""
         return [storage for storage in self.storages_or_none() if storage is not None]
 
     @property
     def is_alive(self) -> bool:
-        """Whether any of the storages is."""
+        """Whether any of the storages is still alive."""
         return any(reference() is not None for reference in self._storages)
 
 

@@ -10,7 +10,7 @@ from megatron.slipstream.plan.trace import GroupKey
 
 
 class GroupLabel(NamedTuple):
-    """A group's place in the iteration and in the model."""
+    """A group's position in the iteration and in the model."""
 
     key: GroupKey
     name: str
@@ -24,7 +24,7 @@ class GroupLabel(NamedTuple):
         return f"{self.key}.{self.name}"
 
     def describe(self) -> str:
-        """A description of the group for errors."""
+        """Describe the group for error messages."""
         return (
             f"{self.name} of layer {self.layer} (of this model chunk, {self.vp_stage}) in "
             f"micro-batch {self.micro_batch}"

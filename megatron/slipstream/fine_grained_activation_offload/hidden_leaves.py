@@ -3,11 +3,11 @@
 """Saved leaves that only autograd's own bookkeeping keeps alive.
 
 [Note: Hidden leaves]
-A leaf that requires gradients has a node that accumulates its gradient, and that node holds the
-leaf. Autograd holds the node as long as the leaf is saved, even if a hook has replaced the saved
-tensor: so the leaf keeps its memory, and copying it to the host frees nothing. For inputs and
-parameters of a user this does not matter, since the user holds them. But a checkpoint that detaches
-its inputs before it saves them (megatron-core's ``CheckpointWithoutOutput``) makes a leaf that no
+A leaf that requires gradients has an AccumulateGrad node, which holds a reference to the leaf.
+Autograd keeps that node as long as the leaf is saved, even if a hook has replaced the saved tensor.
+So the leaf keeps its memory, and copying it to the host frees nothing. This does not matter for the
+user's inputs and parameters, since the user holds them anyway. But a checkpoint that detaches its
+inputs before it saves them (megatron-core's ``CheckpointWithoutOutput``) creates a leaf that no
 other code can reach. The memory of such a leaf is freed when the storage is released, and restored
 before backward reads the saved tensor.
 """
@@ -33,15 +33,15 @@ class _References(NamedTuple):
 
 
 def hidden_leaf_candidate(tensor: torch.Tensor) -> Optional[LeafReference]:
-    """A reference to a tensor that autograd saves, if it is a leaf that may become hidden."""
+    """Return a weak reference to a saved tensor if it is a leaf that may become hidden."""
     return weakref.ref(tensor) if tensor.is_leaf and tensor.requires_grad else None
 
 
 def empty_if_hidden(reference: LeafReference) -> bool:
-    """Free the memory of a leaf if nothing else refers to the leaf.
+    """Free a leaf's memory if nothing else references the leaf.
 
     Returns:
-        Whether it was freed. :func:`refill` restores it.
+        Whether the memory was freed. :func:`refill` restores it.
     """
     if _count(reference) != _references_of_a_hidden_leaf():
         return False
@@ -52,7 +52,7 @@ def empty_if_hidden(reference: LeafReference) -> bool:
 
 
 def refill(reference: LeafReference, tensor: torch.Tensor) -> None:
-    """Give the leaf, if it is still alive, the memory, shape and strides of ``tensor``."""
+    """Make the leaf, if it is still alive, use the memory, shape and strides of ``tensor``."""
     leaf = reference()
     if leaf is not None:
         leaf.data = tensor
@@ -69,9 +69,9 @@ def _count(reference: LeafReference) -> Optional[_References]:
 
 @functools.cache
 def _references_of_a_hidden_leaf() -> Optional[_References]:
-    """The counts of a known hidden leaf, which depend on the versions of Python and torch.
+    """Return the counts of a known hidden leaf, which depend on the Python and torch versions.
 
-    None if this torch does not hide leaves in this way: then no leaf counts as hidden.
+    None if this torch version does not hide leaves this way; then no leaf counts as hidden.
     """
     found: list[LeafReference] = []
 

@@ -1,36 +1,36 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Pinned host memory: buffers that are reused only with the events to wait for.
+"""Pinned host memory: buffers that are reused only together with the events to wait for.
 
-Buffers of any size are cut out of a few large slabs, since pinning memory takes long.
+Buffers of any size are cut from a few large slabs, since pinning memory is slow.
 ``plan.host_layout`` decides their addresses; its invariant keeps the pool small: adjacent free
-memory is one range, so memory that served buffers of one size serves those of any other.
+memory is one range, so memory freed by buffers of one size can serve any other size.
 
 A buffer and the events of the last copies of its bytes travel together in a
-:class:`HostAllocation`.
-The pool never waits: the next user's copy does (edge E2 of ``copy_streams``).
+:class:`HostAllocation`. The pool never waits: the next user's copy does (edge E2 of
+``copy_streams``).
 
 [Note: Layouts]
 An iteration that follows its plan requests the same buffers as the previous one, in the same order.
-So their layout is computed once (``plan.host_layout.lay_out``), with the storages that used their
-bytes before, and the pool allocates them without a search: :meth:`HostPool.allocate_planned`. The
-free ranges are not updated meanwhile. They are rebuilt from the buffers in use at the first other
-request. A buffer is refused if the earlier users of its bytes have not been allocated, or have not
-been freed: so each user of a byte waits for the previous one, as planned, and the first user for
-all copies of earlier iterations.
+So their layout is computed once (``plan.host_layout.lay_out``), including which storages used each
+buffer's bytes before, and the pool allocates them without a search:
+:meth:`HostPool.allocate_planned`. Meanwhile the free ranges are not updated; the first unplanned
+request rebuilds them from the buffers in use. A planned buffer is not given out while an earlier
+user of its bytes is still to be allocated or freed. So each user of a byte waits for the previous
+one, as planned, and the first user waits for all copies of earlier iterations.
 
 [Note: Waste of host memory]
-Pinned memory beyond the requests has three parts. *Slack*: a buffer is as long as its size class,
-less than a sixteenth longer than a request of 8 KiB or more. *Unusable*: memory that was free, but
-in no range long enough, when a slab was added. *Spare*: the part of the last slab that is not
-needed yet, or no longer; it is freed once plans are settled (``host_trim``). Waste is the first
-two. While buffers are only allocated, as in a forward pass, a slab cannot serve the next one only
-if its rest is shorter, which is a sixteenth of a slab that was added for such buffers; so waste
-stays below an eighth of the memory in use. Where forward and backward alternate and
-sizes vary, free ranges of odd lengths lie between used ones as well, and no pool that cannot move
-buffers can promise a bound for every order of requests. The tests show it for the pipeline
-schedules, with sizes that vary from buffer to buffer and from step to
-step: below an eighth from about thirty buffers on, on average a twentieth.
+Pinned memory beyond the requested bytes has three parts. *Slack*: requests are rounded up to a size
+class, by less than a sixteenth for 8 KiB or more. *Unusable*: memory that was free when a slab was
+added, but in ranges that were too short. *Spare*: the part of the last slab that is not needed yet,
+or no longer; it is freed once plans are settled (``host_trim``). Waste is the first two. While
+buffers are only allocated, as in a forward pass, a slab cannot hold the next buffer only if its
+remainder is shorter than the buffer, which is a sixteenth of a slab added for that size; so waste
+stays below an eighth of the memory in use. If forward and backward alternate and sizes vary, free
+ranges of odd lengths also lie between used ones, and no pool that cannot move buffers can guarantee
+a bound for every order of requests. The tests show it for the pipeline schedules, with sizes that
+vary between buffers and between steps: below an eighth from about thirty buffers on, and a
+twentieth on average.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from megatron.slipstream.plan.render import format_bytes
 logger = logging.getLogger(__name__)
 
 BUFFERS_PER_SLAB = 16
-"""Minimum number of buffers in a new slab, of the size that it is added for."""
+"""Minimum number of buffers, of the size that a new slab is added for, that fit in it."""
 
 
 class HostMemoryFull(Exception):
@@ -64,7 +64,7 @@ class HostAllocation:
     """A host buffer in use."""
 
     buffer: Bytes
-    """As long as the size class of the request, at a multiple of 512 bytes."""
+    """As long as the request's size class, at a multiple of 512 bytes."""
     last_use: tuple[Any, ...] = ()
     """The signals after the last copies that read or write bytes of the buffer; empty if there
     were none."""
@@ -82,16 +82,16 @@ class InUse(NamedTuple):
 
 
 class HostUsage:
-    """Bytes of host buffers: in use, and the most at once."""
+    """Counts the bytes of host buffers in use, now and at the peak."""
 
     def __init__(self) -> None:
         self.in_use = 0
         self.requested = 0
         """Requested bytes of the buffers in use."""
         self.peak = 0
-        """The most in use at once since :meth:`HostPool.take_peak_in_use`."""
+        """Peak bytes in use since :meth:`HostPool.take_peak_in_use`."""
         self.high_water = 0
-        """The most in use at once."""
+        """Peak bytes in use."""
         self.high_water_requested = 0
 
     def add(self, size: int, nbytes: int) -> None:
@@ -105,7 +105,7 @@ class HostUsage:
                 self.high_water_requested = self.requested
 
     def remove(self, size: int, nbytes: int) -> None:
-        """Remove a buffer that is no longer in use."""
+        """Subtract a buffer that is no longer in use."""
         self.in_use -= size
         self.requested -= nbytes
 
@@ -116,7 +116,7 @@ class Layout:
     Args:
         buffers: The buffers by index in ``Trace.storages``.
         slabs: The slabs of the layout.
-        usage: Counts what is in use.
+        usage: Counts the bytes in use.
     """
 
     def __init__(self, buffers: HostLayout, slabs: list[Bytes], usage: HostUsage) -> None:
@@ -151,7 +151,7 @@ class Layout:
         self._carried = self.newest
 
     def allocate(self, storage: int, nbytes: int) -> Optional[HostAllocation]:
-        """The buffer of a storage; None if it is not planned, or its bytes are still in use.
+        """Return a storage's buffer; None if not planned, or if its bytes are still in use.
 
         Args:
             storage: Index in ``Trace.storages``.
@@ -177,17 +177,17 @@ class Layout:
         return allocation
 
     def has(self, allocation: HostAllocation) -> bool:
-        """Whether the buffer belongs to this layout and is in use."""
+        """Return whether the buffer belongs to this layout and is in use."""
         return id(allocation) in self._in_use
 
     def free(self, allocation: HostAllocation) -> None:
-        """Free a buffer of :meth:`allocate`."""
+        """Free a buffer from :meth:`allocate`."""
         in_use = self._in_use.pop(id(allocation))
         self._note_last_use(allocation.last_use)
         self._usage.remove(in_use.stop - in_use.start, in_use.nbytes)
 
     def in_use(self) -> list[InUse]:
-        """The buffers in use."""
+        """Return the buffers in use."""
         return list(self._in_use.values())
 
     def _note_last_use(self, signals: Iterable[Any]) -> None:
@@ -213,7 +213,7 @@ class HostPool:
     Args:
         backend: Allocates slabs.
         limit_bytes: See :attr:`limit_bytes`.
-        native: The module with the classes in C++; None for those in Python.
+        native: The module with the C++ classes; None to use the Python ones.
     """
 
     def __init__(
@@ -222,21 +222,20 @@ class HostPool:
         self._backend = backend
         self._classes = _PYTHON_CLASSES if native is None else native
         self.limit_bytes = limit_bytes
-        """The most memory that the pool may hold; None for no limit. After the system has refused
-        memory, the bytes that the pool held then."""
+        """Maximum bytes that the pool may hold; None for no limit. Once the system has refused
+        memory, the bytes that the pool held at that time."""
         self.was_refused = False
         """Whether the system has refused memory."""
         self._slabs: list[torch.Tensor] = []
         self._slab_bytes: list[Bytes] = []
         self._free = FreeRanges()
         self._in_use: dict[int, InUse] = {}
-        """Every buffer in use, by the identity of its allocation, except those of
-        :attr:`layout`."""
+        """Buffers in use, by the identity of the allocation, except those of :attr:`layout`."""
         self._returned: deque[HostAllocation] = deque()
         """Returned buffers that are not yet free: see :meth:`free`."""
         self._is_busy = False
         self.layout: Any = None
-        """The :class:`Layout` that is followed; None after another request."""
+        """The :class:`Layout` being followed; None after an unplanned request."""
         self.allocated_bytes = 0
         """Host memory that the pool holds, in use or not."""
         self._usage: Any = self._classes.HostUsage()
@@ -246,7 +245,7 @@ class HostPool:
 
     @property
     def num_slabs(self) -> int:
-        """Slabs that the pool holds: constant in steady state."""
+        """Number of slabs in the pool; constant in steady state."""
         return len(self._slabs)
 
     @property
@@ -256,12 +255,12 @@ class HostPool:
 
     @property
     def high_water_bytes(self) -> int:
-        """The most bytes that were in use at once."""
+        """Peak bytes in use."""
         return int(self._usage.high_water)
 
     @property
     def generation(self) -> int:
-        """A number that is unique for each set of slabs of any pool."""
+        """A number unique to each set of slabs, across all pools."""
         return self._generation
 
     @property
@@ -281,7 +280,7 @@ class HostPool:
         return slack + min(self._unusable_bytes, self.allocated_bytes - self.high_water_bytes)
 
     def allocate(self, nbytes: int) -> HostAllocation:
-        """A buffer of at least ``nbytes`` bytes.
+        """Allocate a buffer of at least ``nbytes`` bytes.
 
         Raises:
             HostMemoryFull: No memory is free, and the pool cannot grow.
@@ -296,7 +295,7 @@ class HostPool:
             self._is_busy = False
 
     def make_layout(self, buffers: HostLayout) -> Any:
-        """A :class:`Layout` for :meth:`follow`.
+        """Return a :class:`Layout` for :meth:`follow`.
 
         Args:
             buffers: A layout for :attr:`slab_lengths`.
@@ -307,7 +306,7 @@ class HostPool:
         """Begin an iteration with a planned layout: [Note: Layouts].
 
         Args:
-            layout: Made by :meth:`make_layout` in this :attr:`generation`.
+            layout: Created by :meth:`make_layout` in this :attr:`generation`.
 
         Returns:
             Whether that is possible: no buffer may be in use.
@@ -323,7 +322,7 @@ class HostPool:
         return True
 
     def allocate_planned(self, storage: int, nbytes: int) -> Any:
-        """The buffer of a storage in the layout that is followed; None if it has none.
+        """Return a storage's buffer in the layout being followed; None if it has none.
 
         Args:
             storage: Index in ``Trace.storages``.
@@ -332,7 +331,7 @@ class HostPool:
         return None if self.layout is None else self.layout.allocate(storage, nbytes)
 
     def _leave_layout(self) -> None:
-        """Rebuild the free ranges from the buffers in use."""
+        """Stop following the layout: rebuild the free ranges from the buffers in use."""
         layout, self.layout = self.layout, None
         if layout is None:
             return
@@ -361,9 +360,9 @@ class HostPool:
     def free(self, allocation: HostAllocation) -> None:
         """Free a buffer. Its ``last_use`` may still be pending.
 
-        May be called inside any other method: a storage frees its buffer when it is deleted, and a
-        storage in a reference cycle, left by an exception, is deleted when Python collects garbage.
-        The buffer is then freed slightly later.
+        May be called inside any other method: a storage frees its buffer when it is deleted, and
+        the garbage collector may delete a storage in a reference cycle left by an exception. The
+        buffer is then freed slightly later.
         """
         self._returned.append(allocation)
         self._take_back()
@@ -383,13 +382,13 @@ class HostPool:
         self._usage = self._classes.HostUsage()
 
     def take_peak_in_use(self) -> int:
-        """The most bytes in use at once since the last call."""
+        """Return the peak bytes in use since the last call."""
         most: int = self._usage.peak
         self._usage.peak = self._usage.in_use
         return most
 
     def trim_to(self, nbytes: int) -> None:
-        """Hold one slab of ``nbytes`` bytes instead of all others.
+        """Replace all slabs with one of ``nbytes`` bytes.
 
         Nothing may be in use, and every copy must have completed (edge E7). If the system refuses
         the slab, the pool grows again as buffers are allocated.
@@ -437,14 +436,14 @@ class HostPool:
         in_use = self._in_use.pop(id(allocation), None)
         if in_use is None:
             return  # Allocated before the pool was closed, so it no longer belongs to the pool.
-        # Within an iteration a layout that was left is not followed again.
+        # A layout that was left is not followed again within the iteration.
         self._usage.remove(in_use.stop - in_use.start, in_use.nbytes)
         self._free.put(in_use.slab, in_use.start, in_use.stop, allocation.last_use)
 
     def _grow(self, size: int) -> None:
         """Add a slab with room for a buffer of ``size``."""
         slab_bytes = max(self._backend.host_slab_bytes, BUFFERS_PER_SLAB * size)
-        slab_bytes -= slab_bytes % size  # The rest could not serve a buffer of this size.
+        slab_bytes -= slab_bytes % size  # The remainder could not hold a buffer of this size.
         if self.limit_bytes is not None:
             slab_bytes = min(slab_bytes, self.limit_bytes - self.allocated_bytes)
         if slab_bytes < size:
@@ -469,7 +468,7 @@ class HostPool:
         self.allocated_bytes += slab.numel()
 
     def _refuse(self, slab_bytes: int, error: Exception) -> None:
-        """Request no more memory: each attempt takes long, and the system has too little."""
+        """Stop requesting memory: each attempt is slow, and the system has too little."""
         self.was_refused = True
         self.limit_bytes = self.allocated_bytes
         logger.warning(

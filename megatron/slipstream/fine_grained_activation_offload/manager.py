@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The contract that megatron-core's layers, models and schedules call, on top of the engine."""
+"""The interface that megatron-core's layers, models and schedules call, on top of the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.slipstream.fine_grained_activation_offload.markers import CommitMa
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_INPUTS = "checkpoint_inputs"
-"""The name of the groups of tensors that checkpoints keep."""
+"""Name of the groups of tensors that checkpoints save."""
 HELD_BY_NODES = ("attn_norm", "mlp_norm")
 """Modules whose inputs a schedule holds: [Note: Layers that run in nodes]."""
 
@@ -29,21 +29,21 @@ DelayedCommit = tuple[Callable[..., None], str, Sequence[torch.Tensor]]
 
 
 class RegionFlag(NamedTuple):
-    """A flag that tells other code that it runs in a region of a group."""
+    """A flag that is set while code runs in a group's region."""
 
     owner: Any
     name: str
-    """Of the attribute of ``owner``, a bool."""
+    """Name of a bool attribute of ``owner``."""
     without: frozenset[str]
     """Names of groups in whose regions it is not set."""
 
     @property
     def is_set(self) -> bool:
-        """Its value."""
+        """Whether the flag is set."""
         return bool(getattr(self.owner, self.name))
 
     def set(self, is_set: bool) -> None:
-        """Set it."""
+        """Set or clear the flag."""
         setattr(self.owner, self.name, is_set)
 
 
@@ -51,19 +51,19 @@ class PipelineOffloadManager(OffloadEngine):
     """The engine with megatron-core's interface.
 
     Args:
-        arguments: Arguments of the engine. The model's configuration sets fraction and delta.
+        arguments: The engine's arguments. The model's configuration sets fraction and delta.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.moves_checkpoint_inputs = False
-        """Whether the tensors that a checkpoint keeps are a group: see :meth:`run_checkpoint`."""
+        """Whether the tensors that a checkpoint saves are a group: see :meth:`run_checkpoint`."""
         self.region_flag: Optional[RegionFlag] = None
-        """A flag that is true during the operations of groups."""
+        """A flag that is true while a group's operations run."""
         self._regions: list[None | bool | tuple[saved_tensors_hooks, bool]] = []
-        """Regions that have been entered and not left: None for one without hooks; else the hooks
-        and what the flag was before. Of those that C++ entered, the latter alone."""
+        """Stack of entered regions: None for one without hooks; else the hooks and the flag's
+        previous value, or the latter alone if C++ entered the region."""
         self._delayed: list[DelayedCommit] = []
-        """Commits to be carried out by :meth:`flush_delayed_groups`."""
+        """Commits that :meth:`flush_delayed_groups` will run."""
         self._has_warned_of_others = False
         self._has_warned_of_no_groups = False
         self._cuda_graph_stream: Optional[Stream] = None
@@ -76,8 +76,8 @@ class PipelineOffloadManager(OffloadEngine):
         """The stream of copies to the host.
 
         Raises:
-            RuntimeError: A layer unknown to the engine captures a CUDA graph, of which the copies
-                cannot be a part.
+            RuntimeError: A layer unknown to the engine is capturing a CUDA graph, which cannot
+                include the copies.
         """
         if not self.graphs.is_capturing and self.store.backend.is_capturing():
             raise RuntimeError(
@@ -110,12 +110,12 @@ class PipelineOffloadManager(OffloadEngine):
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
-        """The drop of the device peak by the newest plan in bytes, by module name."""
+        """The reduction of the device peak by the latest plan in bytes, by module name."""
         return self.peak_drop_bytes
 
     @property
     def offload_summary_total_bytes(self) -> int:
-        """The drop of the device peak by the newest plan in bytes."""
+        """The reduction of the device peak by the latest plan in bytes."""
         return sum(self.offload_summary_bytes.values())
 
     # Passes and iterations.
@@ -130,7 +130,7 @@ class PipelineOffloadManager(OffloadEngine):
         activation_offload_fraction: float = 1.0,
         max_inflight_offloads: Optional[int] = None,
     ) -> None:
-        """A micro-batch enters a model chunk. Called by the model, before its first layer.
+        """Begin a pass through a model chunk. Called by the model before its first layer.
 
         Passes without gradients, and recomputations in backward, are ignored.
 
@@ -156,7 +156,7 @@ class PipelineOffloadManager(OffloadEngine):
         )
 
     def reset(self, **_: Any) -> None:
-        """Called by the schedule after a whole forward-backward pass, or a forward-only one."""
+        """End an iteration. The schedule calls this after forward-backward, or forward alone."""
         if self._delayed:
             self.flush_delayed_groups()
         self.graphs.close()
@@ -165,7 +165,7 @@ class PipelineOffloadManager(OffloadEngine):
         self.end_iteration()
 
     def disable_offload(self) -> None:
-        """Disable marks from the next one on. Offloaded groups are still reloaded."""
+        """Ignore marks from the next one on. Offloaded groups are still reloaded."""
         self.do_offload = False
 
     def enable_offload(self) -> None:
@@ -175,10 +175,10 @@ class PipelineOffloadManager(OffloadEngine):
     # Groups.
 
     def pop_forward_chunk(self, name: str) -> None:
-        """The operations of a group called ``name`` follow, in the region entered next.
+        """Start a group called ``name``; its operations follow in the region entered next.
 
         Returns:
-            None, so that nothing marks the start in the graph: [Note: One mark per group].
+            None, so that no graph node marks the start: [Note: One mark per group].
         """
         if self.graphs.is_open and not self.do_offload:
             self.graphs.note_warmup(name)
@@ -187,13 +187,13 @@ class PipelineOffloadManager(OffloadEngine):
         self.start_group(name)
 
     def start_on(self, tensor: torch.Tensor, name: str) -> None:
-        """The operations of a group called ``name`` follow, of which ``tensor`` is the input."""
+        """Start a group called ``name``, whose input is ``tensor``."""
         if not self.store.start(self, tensor, name):
             self.pop_forward_chunk(name)
             self.mark_backward_end(tensor)
 
     def cur_forward_chunk(self) -> Optional[CommitMark]:
-        """The object that marks the end of a group; None outside of a training pass."""
+        """Return the object that marks a group's end; None outside a training pass."""
         if self.graphs.is_capturing and self._is_training_forward():
             return CommitMark(self.graphs)
         is_marked = self._now.chunk is not None and self._is_training_forward()
@@ -211,11 +211,11 @@ class PipelineOffloadManager(OffloadEngine):
         Args:
             tensor: The output.
             name: Name of the group.
-            given_up: Tensors that forward no longer reads, though others may hold references.
+            given_up: Tensors that forward no longer reads, though other references may exist.
             is_delayed: Whether the commit waits for :meth:`flush_delayed_groups` during a replay.
 
         Returns:
-            ``tensor``, with a node in the graph that marks where backward needs the group.
+            ``tensor`` with a graph node that marks where backward needs the group.
         """
         is_delayed = is_delayed and self._in_replay
         if not is_delayed:
@@ -279,10 +279,10 @@ class PipelineOffloadManager(OffloadEngine):
             self._has_warned_of_no_groups = True
 
     def _others_save(self) -> bool:
-        """Whether other saved-tensor hooks are active, which must see all saved tensors.
+        """Return whether other saved-tensor hooks are active, which must see all saved tensors.
 
-        A non-reentrant checkpoint counts saved tensors in forward and in recomputation: if some are
-        hidden from it in one of them, backward would get wrong tensors.
+        A non-reentrant checkpoint counts saved tensors in forward and in recomputation: if it
+        missed some in one of them, backward would get the wrong tensors.
         """
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is None or self.store.is_own_hook(hooks[0]):
@@ -296,11 +296,11 @@ class PipelineOffloadManager(OffloadEngine):
         return True
 
     def run_checkpoint(self, run: Callable[[], Any]) -> Any:
-        """Run a checkpoint; the tensors that it saves are a group.
+        """Run a checkpoint; the tensors that it saves form a group.
 
         Args:
-            run: Calls an autograd function that runs a part of the model without gradients, and
-                saves its inputs.
+            run: Calls an autograd function that runs part of the model without gradients and saves
+                its inputs.
 
         Returns:
             The result of ``run``.
@@ -320,7 +320,7 @@ class PipelineOffloadManager(OffloadEngine):
             output = run()
         finally:
             self.__exit__()
-        # Backward first reads where it reaches the checkpoint, so this needs no mark: [Note:
+        # Backward's first read comes when it reaches the checkpoint, so no mark is needed: [Note:
         # Recomputation reads first].
         self.commit_group(CHECKPOINT_INPUTS)
         return output
@@ -339,7 +339,7 @@ class PipelineOffloadManager(OffloadEngine):
     mark_not_offloadable = mark_not_offload
 
     def before_discard(self, tensor: torch.Tensor) -> None:
-        """The storage of ``tensor`` is discarded now, and recomputed before backward reads it."""
+        """Note that ``tensor``'s storage is discarded now, and recomputed before it is read."""
         self.store.before_discard(tensor)
 
     def push_offload_groups(
@@ -348,11 +348,11 @@ class PipelineOffloadManager(OffloadEngine):
         name: str,
         forced_released_tensors: Sequence[torch.Tensor],
     ) -> None:
-        """Note a commit to be carried out by :meth:`flush_delayed_groups`."""
+        """Queue a commit for :meth:`flush_delayed_groups`."""
         self._delayed.append((group_hook, name, forced_released_tensors))
 
     def flush_delayed_groups(self) -> None:
-        """Carry out the delayed commits, in order."""
+        """Run the delayed commits, in order."""
         delayed, self._delayed = self._delayed, []
         for group_hook, name, forced_released_tensors in delayed:
             group_hook(name, forced_released_tensors)

@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The mark of a group in autograd, placed by megatron-core's layers or around any other module.
+"""A group's mark in the autograd graph, for megatron-core's layers or any other module.
 
 [Note: One mark per group]
-A group has one mark in the graph, at its end: there forward has saved everything, and backward
-needs it. Its start has no node in the graph. A node there would group the terms of a sum: if the
-marked tensor has other readers, its gradient would be summed in another order and rounded
-differently than without offloading. megatron-core makes that mark only if ``pop_forward_chunk``
-returns an object to call, so it returns None.
+A group has one mark in the graph, at its end, where forward has saved everything and backward
+starts to need it. There is no node at its start, since that would change the order of a sum: if the
+marked tensor has other consumers, its gradient would be accumulated in a different order, and so
+round differently than without offloading. megatron-core adds a start node only if
+``pop_forward_chunk`` returns an object, so it returns None.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GroupOwner(Protocol):
 
 
 class MarkedManager(GroupOwner, Protocol):
-    """The interface of the manager for marks."""
+    """The part of the manager's interface that marks use."""
 
     def pop_forward_chunk(self, name: str) -> None: ...
     def end_on(self, tensor: torch.Tensor, name: str) -> torch.Tensor: ...
@@ -39,7 +39,7 @@ class MarkedManager(GroupOwner, Protocol):
 
 
 class CommitMark:
-    """The end of one group: forward has saved everything, backward needs it from here on."""
+    """Marks a group's end: forward has saved everything; backward needs it from here on."""
 
     def __init__(self, owner: GroupOwner) -> None:
         self._owner = owner
@@ -48,27 +48,27 @@ class CommitMark:
     def on_group_commit_forward(
         self, name: str, forced_released_tensors: Sequence[torch.Tensor] = ()
     ) -> None:
-        """The group has saved everything.
+        """Commit the group, which has saved everything.
 
         ``forced_released_tensors`` are tensors whose memory may be freed despite other references.
-        Memory is normally freed with its last reference, so that no operation can read a tensor
-        without bytes; but if a schedule holds tensors that it no longer reads, it is freed: [Note:
-        Layers that run in nodes].
+        Memory is normally freed with its last reference, so that no operation can read a freed
+        tensor. But if a schedule holds tensors that it no longer reads, their memory is freed
+        anyway: [Note: Layers that run in nodes].
         """
         self._group = self._owner.commit_group(name, forced_released_tensors)
 
     def on_group_commit_backward(self, name: str) -> None:
-        """The group's backward operations follow."""
+        """Note that the group's backward operations follow."""
         if self._group is not None:
             self._owner.use_group(self._group)
 
 
 def at_first_gradient(tensors: Iterable[torch.Tensor], come: Callable[[], None]) -> None:
-    """Call ``come`` once, when backward has the gradient of the first of these tensors.
+    """Call ``come`` once, when backward has the gradient of any of these tensors.
 
     Args:
-        tensors: The tensors; those without gradient are skipped.
-        come: A function without arguments that does not change gradients.
+        tensors: The tensors; those that do not require gradients are skipped.
+        come: Callback without arguments that does not change gradients.
     """
     waiting = [come]
 
@@ -94,13 +94,13 @@ class _MarkFunction(torch.autograd.Function):
 
 
 def mark(tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
-    """``tensor``, with a node in the graph that calls ``come`` when backward reaches it."""
+    """Return ``tensor`` with a graph node that calls ``come`` when backward reaches it."""
     marked: torch.Tensor = _MarkFunction.apply(tensor, come)
     return marked
 
 
 class offload_group:
-    """Context manager that makes its operations one group, for models outside of megatron-core.
+    """Context manager that groups the operations inside it, for models outside megatron-core.
 
     Example:
         with offload_group(manager, "mlp") as group:
@@ -121,5 +121,5 @@ class offload_group:
         self._manager.__exit__(*exception)
 
     def commit(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Mark the end of the group on one of its outputs, which is returned unchanged."""
+        """Mark the end of the group on one of its outputs. Return the output unchanged."""
         return self._manager.end_on(tensor, self._name)

@@ -3,12 +3,12 @@
 """Records an iteration: every mark, every saved storage, and the device memory between marks.
 
 [Note: The recorder resets the peak counter]
-The peak drop of a plan follows from the device peak of every interval between two marks, and the
-allocator has only one peak counter. In the recorded iteration (the first), and in one that follows
-the first plan (the third), it is read and reset at each mark, so
-``torch.cuda.max_memory_allocated()`` then only covers the time since (:meth:`Backend.peak_bytes`
-covers all). Other iterations do not reset it. The second reading is needed because the first
-iteration differs from the others: its backward pass allocates the gradients.
+A plan's peak drop is computed from the device peak in every interval between two marks, and the
+allocator has only one peak counter. The recorder reads and resets it at each mark in the recorded
+iteration (the first) and in one that follows the first plan (the third), so
+``torch.cuda.max_memory_allocated()`` then covers only the time since the last mark
+(:meth:`Backend.peak_bytes` covers all). Other iterations do not reset it. The third iteration is
+read too because the first one differs: its backward pass allocates the gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.slipstream.plan.trace import (
 
 
 class StorageId(NamedTuple):
-    """Identifies a storage of the model across micro-batches, for lasting records of it."""
+    """Identifies a storage of the model across micro-batches, for persistent records."""
 
     vp_stage: int
     group: int
@@ -80,11 +80,11 @@ class MemoryReader:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._allocated: list[int] = []
-        """Bytes after each mark, once its actions are done."""
+        """Bytes allocated after each mark's actions."""
         self._peaks: list[int] = []
         """Peaks between each mark and the next."""
         self._beside_gradients: list[int] = []
-        """The same without gradients."""
+        """The same, excluding gradients."""
         self._gradient_bytes: Optional[int] = None
         """Bytes of gradients; None before the first mark, or if the parameters are unknown."""
         self._begin_interval()
@@ -111,8 +111,8 @@ class MemoryReader:
     def come_to_gradient(self, nbytes: int) -> None:
         """Call when a parameter has a new gradient.
 
-        Until then it counts as a tensor of the computation, like the gradients of later iterations
-        that are added to the first one. From then on it counts as a gradient.
+        Before that it counts as an ordinary tensor, like the gradients of later iterations, which
+        are accumulated into the first one. From then on it counts as a gradient.
         """
         reading = self._backend.memory()
         if reading is not None and self._gradient_bytes is not None:
@@ -130,10 +130,10 @@ class MemoryReader:
             self._peak_beside_gradients = max(self._peak_beside_gradients, beside)
 
     def readings(self, absent_bytes: Sequence[int]) -> tuple[MemoryReading, ...]:
-        """One reading for each step; empty if any is missing.
+        """Return one reading per step; empty if any is missing.
 
         Args:
-            absent_bytes: For each step, bytes of managed storages on the host until the next.
+            absent_bytes: For each step, bytes of managed storages on the host until the next step.
         """
         if not len(self._allocated) == len(self._peaks) == len(absent_bytes):
             return ()
@@ -147,28 +147,28 @@ class Recorder:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.held_outside: set[StorageId] = set()
-        """Storages whose device memory was still alive when they were to be reloaded."""
+        """Storages whose device memory was still alive when they were due to be reloaded."""
         self._recomputed: set[StorageId] = set()
-        """Those of them that are discarded in forward and recomputed."""
+        """The subset that forward discards and backward recomputes."""
         self.reads_memory = True
-        """Whether to read the allocator at every mark: tens of microseconds each, and see [Note:
-        The recorder resets the peak counter]."""
+        """Whether to read the allocator at every mark. Each read takes tens of microseconds; see
+        also [Note: The recorder resets the peak counter]."""
         self._begin()
 
     def watch_gradients(self) -> None:
-        """Track new gradients in the iteration that begins, if memory is read."""
+        """Track new gradients in the coming iteration, if memory is read."""
         if self.reads_memory and self._backend.gradients is not None:
             self._backend.gradients.begin(self._memory.come_to_gradient)
 
     def clear(self) -> None:
-        """Clear the iteration, but keep the records of storages."""
+        """Discard the recorded iteration, but keep the per-storage records."""
         if self.steps or self.reads_memory:  # else nothing has been recorded
             self._begin()
 
     def _begin(self) -> None:
         self.steps: list[Step] = []
         self._away: dict[int, _Away] = {}
-        """Absences by serial number; only while memory is read."""
+        """Released storages by serial number; only while memory is read."""
         self._memory = MemoryReader(self._backend)
         if self._backend.gradients is not None:
             self._backend.gradients.end()
@@ -176,27 +176,27 @@ class Recorder:
         """Storages whose memory was released but is not yet freed, by serial number."""
 
     def add_step(self, step: Step) -> None:
-        """Note a mark."""
+        """Record a mark."""
         if self.reads_memory:
             self._memory.begin_step()
         self.steps.append(step)
         self._note_what_is_gone()
 
     def end_step(self) -> None:
-        """Note the memory after the actions of the newest mark."""
+        """Record the memory after the actions of the latest mark."""
         self._note_what_is_gone()
         if self.reads_memory:
             self._memory.end_step()
 
     def set_absent(self, storage: SavedStorage) -> None:
-        """Note that the engine released the device memory at the newest mark."""
+        """Record that the engine released the device memory at the latest mark."""
         if self.reads_memory:
             identity = StorageId.of(storage)
             self._away[storage.serial] = _Away(identity, storage.nbytes, len(self.steps) - 1)
             self._lingering[storage.serial] = weakref.ref(storage)
 
     def set_returned(self, storage: SavedStorage, was_held_outside: bool) -> None:
-        """Note that the bytes have device memory again since the newest mark."""
+        """Record that the storage has device memory again since the latest mark."""
         away = self._away.get(storage.serial)
         if away is not None:
             away.until_step = len(self.steps) - 1
@@ -205,7 +205,7 @@ class Recorder:
             self.held_outside.add(StorageId.of(storage))
 
     def set_recomputed(self, storage: SavedStorage) -> None:
-        """Note that the storage is discarded in forward and recomputed in backward."""
+        """Record that forward discards the storage and backward recomputes it."""
         identity = StorageId.of(storage)
         self._recomputed.add(identity)
         self.held_outside.add(identity)
@@ -220,7 +220,7 @@ class Recorder:
                 self.set_recomputed(storage)
 
     def is_held_outside(self, storage: SavedStorage) -> bool:
-        """Whether this storage, or the same one of an earlier pass, was held by others."""
+        """Return whether something else held this storage, in this pass or an earlier one."""
         return StorageId.of(storage) in self.held_outside
 
     def finish(
@@ -228,7 +228,7 @@ class Recorder:
         pp_rank: int,
         groups: Mapping[GroupKey, OffloadTensorGroup],
     ) -> Trace:
-        """The iteration as a trace.
+        """Return the iteration as a trace.
 
         Args:
             pp_rank: Pipeline-parallel rank.

@@ -2,22 +2,24 @@
 
 """One saved storage: where its bytes are, and what keeps them alive.
 
-Autograd saves tensors; their storages occupy memory and move. All views of one storage, in any
-groups, share one :class:`SavedStorage` and so move once. Autograd keeps a ``SavedTensor`` instead
-of each tensor; the storage lives exactly as long as one of those does, as without offloading.
+Autograd saves tensors, but their storages own the memory, so storages are what moves. All views of
+one storage, in any groups, share one :class:`SavedStorage` and so move once. Autograd keeps a
+``SavedTensor`` instead of each tensor; the storage lives exactly as long as any of them does, as
+without offloading.
 
 [Note: Changes in place]
-Autograd refuses to read a saved tensor that was changed in place since it was saved; changes of
-other tensors in the same memory do not matter. It detects this by the version counter that a tensor
-shares with its views, so a storage keeps the counter of each saved tensor, even without the memory.
+Autograd refuses to read a saved tensor that was changed in place since it was saved; changes to
+other tensors in the same memory do not matter. It detects this with the version counter that a
+tensor shares with its views, so a storage keeps each saved tensor's counter even without the
+memory.
 
-- Before the copy out: the copy takes the changed bytes. Tensors saved before the change are
-  refused, tensors saved after it are right.
-- Between the copy out and the release: the copy is out of date, and the storage stays.
+- Before the D2H copy: the copy has the changed bytes. Tensors saved before the change are refused;
+  tensors saved after it are correct.
+- Between the D2H copy and the release: the copy is stale, and the storage stays.
 - After the release: backward reads the memory itself if it is still referenced. If not, the copy is
-  right for every saved tensor that is not refused. The exception is memory that was changed through
-  a tensor with a version counter of its own (``.data``): where a saved tensor shows the change, all
-  are refused; where none does, the change is not seen.
+  correct for every saved tensor that is not refused. The exception is memory that was changed
+  through a tensor with its own version counter (``.data``): if a saved tensor's counter shows the
+  change, all are refused; if none does, the change goes undetected.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ from megatron.slipstream.fine_grained_activation_offload.hidden_leaves import (
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostAllocation, HostPool
 
 DEVICE_ALIGNMENT_BYTES = 512
-"""A part of a storage starts at a multiple of this, like every device allocation: kernels are
-chosen by alignment, and another kernel would round differently."""
+"""A copied part of a storage starts at a multiple of this, like every device allocation: kernels
+are selected by alignment, and another kernel would round differently."""
 
 
 class Residence(enum.Enum):
@@ -57,7 +59,7 @@ class Residence(enum.Enum):
     RELOADING = "in new device memory that a copy in is writing, kept by this object"
     RELOADED = "in device memory that backward may read, kept by this object"
 
-    __hash__ = object.__hash__  # Enum's own is a Python function, and states change all the time.
+    __hash__ = object.__hash__  # Enum's own is a Python function, too slow for frequent changes.
 
 
 _ALLOWED = {
@@ -105,41 +107,41 @@ class SavedStorage:
     ) -> None:
         self.serial = next(self._serials)
         self.owner = owner
-        """The group that saved it first: reports count its moves for this group."""
+        """The group that saved it first: reports attribute its moves to this group."""
         self.position = position
-        """Its index among the storages of the owner."""
+        """Index among the owner's storages."""
         self.device = tensor.device
         self.storage_nbytes = tensor.untyped_storage().nbytes()
         self.start, self.stop = self.storage_nbytes, 0
         self.nbytes = 0
-        """Bytes that a copy moves, from start to stop; cached, since it is read often."""
+        """Bytes that a copy moves, from start to stop; cached because it is read often."""
         self.residence = Residence.DEVICE
         self.aliases: list[tuple[torch.Tensor, int]] = []
-        """The saved tensors, detached, with their version at the save. They lose their memory when
-        it is released, and keep the version counter that they share with what was saved."""
+        """The saved tensors, detached, with their versions when saved. They lose their memory when
+        it is released, but still share the version counters of the original tensors."""
         self.returned: Optional[torch.UntypedStorage] = None
         """The device memory that backward reads: a copy, or the original if it stayed alive."""
         self.allocation: Optional[HostAllocation] = None
         self._holders: set[int] = set()
-        """Moving groups that have not released it; the memory is freed by the last one."""
+        """Moving groups that have not released it, by serial number; the last one frees it."""
         self.streams: dict[Hashable, Stream] = {}
         """Streams that computed or used the memory, by id."""
         self.out_signal: Optional[Signal] = None
-        """The signal after the copy out; None without one."""
+        """The signal after the D2H copy, if any."""
         self.in_signal: Optional[Signal] = None
-        """The signal after the copy in."""
+        """The signal after the H2D copy, if any."""
         self.returned_on: Optional[Here] = None
-        """The stream of the returned memory's allocation; None if not allocated by the engine."""
+        """The stream that ``returned`` was allocated on; None if not allocated by the engine."""
         self.is_given_up = False
-        """Whether a release frees the memory even if others refer to it."""
+        """Whether a release frees the memory even if other references exist."""
         self.copied_versions: list[int] = []
-        """The version of each alias when the copy out began: [Note: Changes in place]."""
+        """The version of each alias when the D2H copy began: [Note: Changes in place]."""
         self.copied_address = 0
-        """Address of the copy out's source."""
+        """Address of the D2H copy's source."""
         self._views: list[_View] = []
-        """The views of the aliases after these are dropped, and of tensors saved since."""
+        """Set on release: the views of the aliases, and of tensors saved since."""
         self._leaves: dict[int, LeafReference] = {}
-        """Saved leaves by index; after the release, those whose memory was freed."""
+        """Saved leaves by index; after the release, only those whose memory was freed."""
         self._original: Optional[StorageWeakRef] = None
         """Detects other references to the memory after its release. It also keeps torch from
         reusing the address of the storage object, which identifies saved tensors."""
@@ -161,7 +163,7 @@ class SavedStorage:
         """Change the state.
 
         Raises:
-            RuntimeError: The change is not one that a storage may make.
+            RuntimeError: A storage may not make this transition.
         """
         if (self.residence, residence) not in _ALLOWED:
             raise RuntimeError(
@@ -171,24 +173,24 @@ class SavedStorage:
         self.residence = residence
 
     def serves(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, a view of the same storage, can be saved as part of this one.
+        """Return whether ``tensor``, a view of the same storage, can be saved as part of this one.
 
-        Always while the bytes are still on the device; later only if they were copied out with
-        the rest and have not been changed since.
+        Always before the D2H copy begins; later only if the copy includes its bytes and they have
+        not changed since.
         """
         if tensor.untyped_storage().nbytes() != self.storage_nbytes:
             return False
         if self.residence is Residence.DEVICE:
             return True
         if self.is_given_up and not self.is_on_device:
-            return False  # The owner of the discarded storage may have filled it with other bytes.
+            return False  # The discarded storage's owner may have filled it with other bytes.
         start, stop = _extent(tensor)
         if start < self.start or self.stop < stop or not self.is_copy_current:
             return False
         return tensor._version == self.copied_versions[0]
 
     def save(self, tensor: torch.Tensor, holder: int) -> int:
-        """Keep another saved view, for the group of that serial number. Returns its index."""
+        """Add a saved view, for the group with serial number ``holder``. Return its index."""
         index, version = len(self.aliases), tensor._version
         # detach() shares the version counter, so that later in-place changes are detected.
         self.aliases.append((tensor.detach(), version))
@@ -208,12 +210,12 @@ class SavedStorage:
         return index
 
     def drop_holder(self, holder: int) -> bool:
-        """The group of that serial number releases it. Returns whether all groups have."""
+        """Release it for the group with this serial number. Return whether all groups have."""
         self._holders.discard(holder)
         return not self._holders
 
     def note_stream(self, stream_id: Hashable, stream: Stream) -> None:
-        """Note that the current stream computed or used the memory."""
+        """Record that a stream computed or used the memory."""
         if stream_id not in self.streams:
             self.streams[stream_id] = stream
 
@@ -231,32 +233,32 @@ class SavedStorage:
         return self.residence in _ON_DEVICE
 
     def alias(self, index: int) -> torch.Tensor:
-        """A saved tensor, detached, over the memory that it was saved from."""
+        """Return a saved tensor, detached, backed by its original memory."""
         return self.aliases[index][0]
 
     def source_bytes(self) -> Bytes:
-        """The bytes to copy out."""
+        """Return the bytes to offload."""
         return Bytes(self.aliases[0][0].untyped_storage(), self.start, self.nbytes)
 
     def bytes_to_copy(self) -> Optional[Bytes]:
-        """The bytes to copy out; None if the storage was discarded since it was saved."""
+        """Return the bytes to offload; None if the storage was discarded since it was saved."""
         source = self.source_bytes()
         return source if source.storage.nbytes() == self.storage_nbytes else None
 
     def note_copy_out(self) -> None:
-        """Note that a copy out of the present bytes begins."""
+        """Record that a D2H copy of the current bytes begins."""
         self.copied_versions = [alias._version for alias, _ in self.aliases]
         self.copied_address = self.aliases[0][0].untyped_storage().data_ptr()
 
     def is_overwritten(self, index: int) -> bool:
-        """Whether a saved tensor was changed in place since: autograd would refuse to read it."""
+        """Return whether a saved tensor was changed in place, so autograd would refuse it."""
         alias, version = self.aliases[index]
         return alias._version != version
 
     @property
     def is_copy_current(self) -> bool:
-        """Whether no saved tensor was changed in place since the copy out began."""
-        # A loop: a generator would be a Python call for each saved tensor of each group.
+        """Whether no saved tensor was changed in place since the D2H copy began."""
+        # A loop: a generator would cost a Python call per saved tensor of each group.
         for (alias, _), copied in zip(self.aliases, self.copied_versions, strict=True):
             if alias._version != copied:
                 return False
@@ -264,10 +266,10 @@ class SavedStorage:
 
     @property
     def is_emptied(self) -> bool:
-        """Whether the source of the copy out has been freed meanwhile.
+        """Whether the source of the D2H copy has been freed since.
 
-        megatron-core discards outputs in this way before it recomputes them. Others may have
-        written there before the copy has read it; but discarded tensors are recomputed.
+        megatron-core discards outputs this way before it recomputes them. The memory may have been
+        overwritten before the copy read it, but discarded tensors are recomputed.
         """
         original = self.aliases[0][0].untyped_storage()
         is_whole = original.nbytes() == self.storage_nbytes
@@ -277,7 +279,7 @@ class SavedStorage:
         """OFFLOADING to HOST: release the device memory.
 
         Args:
-            label: The group for which the compute stream waits for the copy out.
+            label: The group for which the compute stream waits for the D2H copy.
         """
         original = self.aliases[0][0].untyped_storage()
         self._original = StorageWeakRef(original)
@@ -306,7 +308,7 @@ class SavedStorage:
         return original is not None and original.nbytes() != self.storage_nbytes
 
     def live_original(self) -> Optional[torch.UntypedStorage]:
-        """The original storage, if another reference keeps it alive."""
+        """Return the original storage if another reference keeps it alive."""
         if self._original is None or self.is_given_up or self._original.expired():
             return None
         return torch.UntypedStorage._new_with_weak_ptr(self._original.cdata)
@@ -321,11 +323,11 @@ class SavedStorage:
         return allocation
 
     def shape_of(self, index: int) -> torch.Size:
-        """The shape of a saved view."""
+        """Return the shape of a saved view."""
         return self._views[index][1] if self._views else self.aliases[index][0].shape
 
     def view_returned(self, index: int) -> torch.Tensor:
-        """A saved view over the returned memory, with its old shape, strides and alignment."""
+        """Return a saved view of ``returned``, with its original shape, strides and alignment."""
         if self.returned is None:
             raise RuntimeError(f"storage of {self.owner} is in {self.residence.name}")
         dtype, shape, stride, offset = self._views[index]
@@ -351,7 +353,7 @@ def _drop_memory(alias: torch.Tensor) -> None:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and last byte + 1 of a strided tensor within its storage."""
+    """Return the first byte and last byte + 1 of a strided tensor within its storage."""
     itemsize = tensor.itemsize
     start = int(tensor.storage_offset()) * itemsize
     if tensor.is_contiguous():
@@ -362,5 +364,5 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_there(tensor: torch.Tensor) -> bool:
-    """Whether it has its memory: a tensor to recompute has none until backward."""
+    """Return whether it has its memory: a tensor to be recomputed has none until backward."""
     return _extent(tensor)[1] <= tensor.untyped_storage().nbytes()
