@@ -18,8 +18,8 @@ one, Python makes the copies.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
+import re
 import statistics
 import sys
 import time
@@ -32,6 +32,7 @@ from typing import Any, Optional
 
 import torch
 
+from benchmarks.rows import RowWriter
 from megatron.slipstream.fine_grained_activation_offload import tuner
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
@@ -237,9 +238,15 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def _size(text: str) -> tuple[int, int]:
-    """Parse a size such as ``"100x16"``: 100 layers and 16 micro-batches."""
-    layers, _, micro_batches = text.partition("x")
-    return int(layers), int(micro_batches)
+    """Parse a size such as ``"100x16"``: 100 layers and 16 micro-batches.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is not two positive integers.
+    """
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LAYERSxBATCHES; give one such as 8x2")
+    return int(found[1]), int(found[2])
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -267,12 +274,14 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="write the rows here")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if options.output is not None:
+        options.output.unlink(missing_ok=True)  # The writer appends.
+    writer = RowWriter(options.output, time.strftime("%Y-%m-%dT%H:%M:%S"))
     rows: list[Row] = []
     with ExitStack() as stack:
         # Suppress the warning that nothing moves: intended for the groups that stay.
         stack.callback(tuner.logger.setLevel, tuner.logger.level)
         tuner.logger.setLevel(logging.ERROR)
-        file = stack.enter_context(options.output.open("w")) if options.output else None
         bar = stack.enter_context(bar_on_stderr())
         task = bar.add_task("host calls", total=len(options.sizes) * len(KINDS))
         for row in chain(
@@ -281,8 +290,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         ):
             rows.append(row)
             bar.advance(task, row["table"] == "growth")
-            if file is not None:
-                print(json.dumps(row), file=file, flush=True)
+            writer.write("host_calls", **row)
     sys.stdout.write(render(rows))
     return 0
 
