@@ -41,6 +41,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 from packaging.version import Version
 
+from megatron.slipstream.fine_grained_activation_offload import peak_statistics
+
 Work = Callable[[], Sequence[torch.Tensor]]
 """Work to capture. It returns tensors that are read after each replay."""
 
@@ -236,13 +238,16 @@ class CudaGraphs(GraphBackend):
         # A private pool would also start without cached memory, and allocate whole segments.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        device = torch.cuda.current_device()
+        peak_statistics.reset(device)
+        before = peak_statistics.read(device)
         with self._while_measuring():
             work()
         torch.cuda.synchronize()
-        allocated = torch.cuda.max_memory_allocated() - allocated
-        return Cost(max(allocated, torch.cuda.max_memory_reserved() - reserved))
+        after = peak_statistics.read(device)
+        counted = ("allocated_bytes", "reserved_bytes")
+        rises = (after[name]["all"]["peak"] - before[name]["all"]["peak"] for name in counted)
+        return Cost(max(rises))
 
     def record(self, work: Work, pool: Any) -> Recorded:
         graph = torch.cuda.CUDAGraph()

@@ -15,6 +15,7 @@ from typing import Any, Optional
 
 import torch
 
+from megatron.slipstream.fine_grained_activation_offload import peak_statistics
 from megatron.slipstream.fine_grained_activation_offload.backend import (
     Backend,
     Copy,
@@ -193,11 +194,11 @@ class CudaBackend(Backend):
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
 
     def memory(self) -> Optional[tuple[int, int]]:
-        stats = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
+        stats = peak_statistics.read(torch.cuda.current_device())["allocated_bytes"]["all"]
         return stats["current"], stats["peak"]
 
     def _reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
+        peak_statistics.reset(torch.cuda.current_device())
 
     def obtainable_bytes(self) -> Optional[int]:
         free, _ = torch.cuda.mem_get_info()

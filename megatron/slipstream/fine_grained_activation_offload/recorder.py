@@ -5,10 +5,10 @@
 [Note: The recorder resets the peak counter]
 A plan's peak drop is computed from the device peak in every interval between two marks, and the
 allocator has only one peak counter. The recorder reads and resets it at each mark in the recorded
-iteration (the first) and in one that follows the first plan (the third), so
-``torch.cuda.max_memory_allocated()`` then covers only the time since the last mark
-(:meth:`Backend.peak_bytes` covers all). Other iterations do not reset it. The third iteration is
-read too because the first one differs: its backward pass allocates the gradients.
+iteration (the first) and in one that follows the first plan (the third). :mod:`peak_statistics`
+keeps what is discarded, so ``torch.cuda.max_memory_allocated()`` still covers everything since the
+user's own reset. Other iterations do not reset it. The third iteration is read too because the
+first one differs: its backward pass allocates the gradients.
 """
 
 from __future__ import annotations

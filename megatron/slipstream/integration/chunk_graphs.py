@@ -139,6 +139,8 @@ def replay_chunks(
         for chunk in chunks:
             quantize_weights_in_every_pass(get_attr_wrapped_model(chunk, "decoder"))
     table.apply(Feature.FUSED_ROTATION)
+    if torch.cuda.is_available():
+        table.apply(Feature.PEAK_MEMORY)
     if backend is None and torch.cuda.is_available():
         backend = CudaGraphs(_generators, _transformer_engine_captures, _exchanged_tensors_stay)
     backend = backend or EagerGraphs()

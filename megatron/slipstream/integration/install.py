@@ -47,7 +47,7 @@ WITHOUT_WEIGHTS = frozenset(("core_attn", "moe_act"))
 """Modules in which :data:`FLAG` only makes Transformer Engine set marks that no code reads."""
 
 _FEATURES = (
-    *(Feature.ENGINE, Feature.ENGINE_ON_GPU, Feature.CHECKPOINT_INPUTS),
+    *(Feature.ENGINE, Feature.ENGINE_ON_GPU, Feature.PEAK_MEMORY, Feature.CHECKPOINT_INPUTS),
     *(Feature.MODEL_CALLS, Feature.SYNC_FREE_DISPATCH),
 )
 """Features that :func:`uninstall` undoes. The others belong to a model or a training run."""
@@ -87,7 +87,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     backend = open_backend(config)
     features = [Feature.ENGINE, Feature.SYNC_FREE_DISPATCH]
     if isinstance(backend, CudaBackend):
-        features.append(Feature.ENGINE_ON_GPU)
+        features += [Feature.ENGINE_ON_GPU, Feature.PEAK_MEMORY]
     if config.offload_checkpoint_inputs:
         features.append(Feature.CHECKPOINT_INPUTS)
     options = policy_options(config)

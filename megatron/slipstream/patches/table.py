@@ -14,6 +14,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from megatron.slipstream import preflight
 from megatron.slipstream.patches import patching
 from megatron.slipstream.patches.patching import Patch
@@ -29,6 +31,7 @@ class Feature(enum.Enum):
 
     ENGINE = "`install()`"
     ENGINE_ON_GPU = "`install()` on a GPU"
+    PEAK_MEMORY = "`install()`, `attach()` and chunk graphs on a GPU"
     CHECKPOINT_INPUTS = "`install()` with `offload_checkpoint_inputs`"
     MODEL_CALLS = "`install_at_first_call()`"
     FUSED_ROTATION = "`./run train`, chunk graphs and dynamic context parallelism, with any engine"
@@ -133,6 +136,27 @@ COPIES = (
         "the host would wait for shapes of varying lengths behind the copies of activations",
         parameters=("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
     ),
+)
+
+PEAKS = tuple(
+    Patch(
+        f"torch._C.{name}",
+        _lazy("peak_memory", replacement),
+        "`max_memory_allocated()` would only cover the time since the engine last read the peak "
+        "between two marks",
+        is_needed=is_needed,
+    )
+    for prefix, stats, peaks, is_needed in (
+        ("_cuda", "memoryStats", "resetPeakMemoryStats", lambda: True),
+        (
+            *("_accelerator", "getDeviceStats", "resetPeakStats"),
+            _condition("peak_memory", "has_accelerator_statistics", torch.__version__),
+        ),
+    )
+    for name, replacement in (
+        (f"{prefix}_{stats}", "add_discarded_peaks"),
+        (f"{prefix}_{peaks}", "forget_discarded_peaks"),
+    )
 )
 
 CHECKPOINTS = (
@@ -255,6 +279,7 @@ INITIALIZE = (
 TABLE: dict[Feature, tuple[Patch, ...]] = {
     Feature.ENGINE: (*CALLS, *ROTATION, *GROUPS),
     Feature.ENGINE_ON_GPU: COPIES,
+    Feature.PEAK_MEMORY: PEAKS,
     Feature.CHECKPOINT_INPUTS: CHECKPOINTS,
     Feature.MODEL_CALLS: CALLS,
     Feature.FUSED_ROTATION: ROTATION,

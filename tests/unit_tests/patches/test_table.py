@@ -46,7 +46,7 @@ def test_install_applies_its_patches_and_uninstall_undoes_them() -> None:
     was_active = set(patching.active())
     install.install_at_first_call(OffloadConfig(offload_backend="cpu"))
     install.install(OffloadConfig(offload_backend="cpu", offload_checkpoint_inputs=True))
-    table.apply(Feature.ENGINE_ON_GPU)  # as on a GPU
+    table.apply(Feature.ENGINE_ON_GPU, Feature.PEAK_MEMORY)  # as on a GPU
     assert patches <= set(patching.active())
     for patch in patches - was_active:
         assert value_of(patch) is not before[patch], patch.target

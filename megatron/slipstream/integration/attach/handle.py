@@ -19,6 +19,7 @@ from typing import Optional, Union
 import torch
 
 from megatron.slipstream.config import OffloadConfig, check_is_config, check_type
+from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration.attach.engine import AttachedEngine
 from megatron.slipstream.integration.attach.forward import ForwardHooks
@@ -27,6 +28,8 @@ from megatron.slipstream.integration.engine_setup import open_backend, policy_op
 from megatron.slipstream.integration.run_metadata import environment, settings
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.model_rules import MODEL_RULES
+from megatron.slipstream.patches import patching, table
+from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.plan import files
 from megatron.slipstream.plan.render import format_bytes, summarize
 from megatron.slipstream.rules import Rule, always, check_rules, is_one_of, require, unsupported
@@ -136,6 +139,8 @@ def attach(
     )
     engine.report.settings = settings(own, config)
     attached = Attached(engine, model, matches)
+    if isinstance(backend, CudaBackend):
+        attached.keep_peak_statistics(model)
     logger.info(
         "Slipstream moves activations of %d modules of %s (backend %s): %s",
         len(matches),
@@ -159,7 +164,14 @@ class Attached:
         self._labels = tuple(match.label for match in matches)
         self._hooked = weakref.WeakSet([model, *(match.module for match in matches)])
         self._hooks = ForwardHooks(engine, model, matches)
+        self._undo_patches: Optional[weakref.finalize] = None
         _attached.update(self._hooked)
+
+    def keep_peak_statistics(self, model: torch.nn.Module) -> None:
+        """Keep torch's peak memory statistics true until :meth:`detach`, or while the model is."""
+        user = object()
+        patching.apply(table.TABLE[Feature.PEAK_MEMORY], user)
+        self._undo_patches = weakref.finalize(model, patching.undo, user)
 
     def __repr__(self) -> str:
         """List the chosen modules by pattern, and what moved in the last complete iteration."""
@@ -200,6 +212,8 @@ class Attached:
         self._hooks.remove()
         _attached.difference_update(self._hooked)
         self.engine.close_when_done()
+        if self._undo_patches is not None:
+            self._undo_patches()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
