@@ -11,6 +11,7 @@ from race_scenarios import without_edge
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Edge
+from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier, checksum
 
 BACKENDS = ["cpu", "cpu-lazy", LAZY_NATIVE]
@@ -90,6 +91,29 @@ def test_dropped_device_memory_is_poisoned_while_the_guard_is_on(backend: str) -
     hand.send(group)
     assert seen == [b"\xff\xff\xff\xff"]
     assert torch.equal(hand.store.read(saved), expected)
+
+
+@pytest.mark.parametrize("tells", [False, True], ids=["", "announced"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_discarded_during_its_copy_out_is_not_summed(backend: str, tells: bool) -> None:
+    hand = HandDriven(backend)
+    hand.store.verifier = Verifier(hand.backend)
+    groups = [hand.group() for _ in range(2)]
+    discarded, kept = torch.ones(256), torch.ones(256)
+    saved = [hand.save(group, t) for group, t in zip(groups, (discarded, kept), strict=True)]
+    hand.copy_out(groups[0])
+    if tells:
+        hand.store.before_discard(discarded)
+    discarded.untyped_storage().resize_(0)
+    hand.store.release(groups[0])
+    assert saved[0].storage.residence is Residence.STAYS
+    del kept
+    hand.send(groups[1])
+    assert torch.equal(hand.store.read(saved[1]), torch.ones(256))
+    assert hand.store.verifier.num_verified == 1
+    recomputed = torch.full((256,), 2.0)
+    discarded.untyped_storage().resize_(1024).copy_(recomputed.untyped_storage())
+    assert torch.equal(hand.store.read(saved[0]), recomputed)
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 8, 63, 511, 512, 513, 4096, 5001])
