@@ -27,6 +27,8 @@ class PlanCache:
         """Steps of the last iteration that had marks."""
         self._newest: Optional[PlanEntry] = None
         """The entry of the last iteration, to avoid hashing; None if entries have changed since."""
+        self._has_departed = False
+        """Whether an iteration has departed that could not be planned."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -35,6 +37,7 @@ class PlanCache:
         """Drop all plans."""
         self._entries.clear()
         self._last_steps = self._newest = None
+        self._has_departed = False
 
     def put(self, entry: PlanEntry) -> None:
         """Replace the plan for the same steps."""
@@ -62,7 +65,12 @@ class PlanCache:
 
     def is_only(self, entry: PlanEntry) -> bool:
         """Return whether all iterations so far, at least three, had the plan of this entry."""
-        return len(self._entries) == 1 and entry.is_followed_by_itself
+        is_alone = len(self._entries) == 1 and not self._has_departed
+        return is_alone and entry.is_followed_by_itself
+
+    def note_departure(self) -> None:
+        """Record that an iteration unlike all others so far cannot be planned: it may come again."""
+        self._has_departed = True
 
     def plans(self) -> list[Plan]:
         """Return all plans in the cache."""

@@ -8,7 +8,8 @@ marks at which nothing is due. So where C++ performs the steps, such marks are l
 steps are skipped when a later step is reached. It is then unknown which marks an iteration would
 have had, so an iteration that departs from its plan cannot be used for a new one: it ends without a
 plan, and the next one is recorded. Therefore marks are left out only while all iterations so far
-have been alike.
+have been alike. Once one has departed, no marks are left out any more, so that it gets a plan when
+it comes again, however rarely.
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ class PlanExecutor:
         """Perform the iteration's remaining steps in Python."""
         if now.steps is not None and now.steps.leaves_out_marks:
             self.leave_plan(now, now.num_steps)
+            self._cache.note_departure()
         now.steps = None
 
     def leave_plan(self, now: Iteration, num_steps: int) -> None:

@@ -113,6 +113,22 @@ def test_an_iteration_that_departs_is_planned_when_it_comes_again(silent: Any) -
     assert manager.report.num_plans == 2
 
 
+@pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
+@pytest.mark.parametrize("other", [TWO, "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2"], ids=["two", "three"])
+def test_an_isolated_iteration_is_planned(backend: str, other: str) -> None:
+    """It comes each time after as many others as leave out marks."""
+    chunk, manager = StayingChunk(), make_manager(backend)
+    for _ in range(3):
+        for _ in range(2 * NUM_ALIKE):
+            run(chunk, manager)
+        run(chunk, manager, other)
+    assert manager.report.num_plans == 2
+    assert manager.plan is not None
+    num_passes = {key.chunk_pass for key in manager.plan.trace.group_by_key}
+    assert len(num_passes) == other.count("F"), "the last iteration had its plan"
+    assert manager._next_plan is not None
+
+
 def test_an_iteration_that_ends_early_is_planned(silent: Any) -> None:
     chunk, manager = StayingChunk(), make_manager(LAZY_NATIVE)
     accumulation = "F0.0 B0.0 F0.1 B0.1"
