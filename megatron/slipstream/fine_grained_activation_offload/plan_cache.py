@@ -69,7 +69,7 @@ class PlanCache:
         return is_alone and entry.is_followed_by_itself
 
     def note_departure(self) -> None:
-        """Record that an iteration unlike all others so far cannot be planned: it may come again."""
+        """Record that an iteration unlike all others cannot be planned; it may come again."""
         self._has_departed = True
 
     def plans(self) -> list[Plan]:
