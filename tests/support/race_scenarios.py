@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""One scenario per edge in which the race is certain on a GPU if that edge is deleted.
+"""Scenarios in which the race is certain on a GPU if one edge is deleted: one or more per edge.
 
 Each puts a long sleep on the late stream and fills the memory that would be read or overwritten too
 early with NaN or other data. A scenario returns whether the result is right. If the host is so slow
@@ -10,6 +10,7 @@ result means nothing; the scenario is then repeated with a longer sleep.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from unittest import mock
@@ -17,7 +18,9 @@ from unittest import mock
 import torch
 from hand_driven import HandDriven
 
-from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams, Edge
+from megatron.slipstream.chunk_graphs.backend import _CudaTail
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
+from megatron.slipstream.fine_grained_activation_offload.edges import Edge
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
 
 NUMEL = 1 << 20
@@ -47,7 +50,15 @@ class Lateness:
     def on(self, stream: torch.cuda.Stream) -> None:
         """Put the sleep on ``stream``: later operations of the stream start after it."""
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(self._cycles)
+            self.sleep()
+        self.note(stream)
+
+    def sleep(self) -> None:
+        """Put the sleep on the current stream, also during a capture; see :meth:`note`."""
+        torch.cuda._sleep(self._cycles)
+
+    def note(self, stream: torch.cuda.Stream) -> None:
+        """Note that the sleep is part of what ``stream`` has been given."""
         end = torch.cuda.Event()
         end.record(stream)
         self._ends.append(end)
@@ -286,6 +297,180 @@ def graphs_replayed_while_a_late_copy_in_writes(late: Lateness, kind: str) -> bo
     return right
 
 
+def _graph_with_tail(
+    tail: _CudaTail, results: Callable[[], object], copies: Callable[[], object]
+) -> torch.cuda.CUDAGraph:
+    """A forward graph that computes results and then makes its last copies."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results()
+        tail.begin()
+        copies()
+    torch.cuda.synchronize()
+    return graph
+
+
+@_repeated_if_slow
+def graph_replayed_after_late_computation(late: Lateness, _: str) -> bool:
+    """E10: the graph's input is NaN until the late compute stream has written it."""
+    source, value, result = _values(float("nan")), _values(1.0), _values(0.0)
+    tail = _CudaTail()
+    graph = _graph_with_tail(tail, lambda: result.copy_(source), lambda: None)
+    late.on(torch.cuda.current_stream())
+    source.copy_(value)
+    tail.replay(graph)
+    late.check()
+    torch.cuda.synchronize()
+    return bool((result == 1.0).all())
+
+
+@_repeated_if_slow
+def results_read_while_a_late_graph_computes_them(late: Lateness, _: str) -> bool:
+    """E11: the graph sleeps before it writes its result."""
+    source, result = _values(1.0), _values(0.0)
+    tail = _CudaTail()
+
+    def compute() -> None:
+        late.sleep()
+        result.copy_(source)
+
+    graph = _graph_with_tail(tail, compute, lambda: None)
+    result.fill_(float("nan"))
+    torch.cuda.synchronize()
+    tail.replay(graph)
+    late.note(tail._stream)
+    read = result.clone()
+    late.check()
+    torch.cuda.synchronize()
+    return bool((read == 1.0).all())
+
+
+@_repeated_if_slow
+def slot_memory_written_while_a_late_tail_reads_it(late: Lateness, _: str) -> bool:
+    """E12: the graph sleeps before its last copy, whose source its next user overwrites."""
+    source, copy = _values(1.0), _values(0.0)
+    tail = _CudaTail()
+
+    def copy_late() -> None:
+        late.sleep()
+        copy.copy_(source)
+
+    graph = _graph_with_tail(tail, lambda: None, copy_late)
+    copy.zero_()
+    torch.cuda.synchronize()
+    tail.replay(graph)
+    late.note(tail._stream)
+    tail.wait()
+    source.fill_(float("nan"))
+    late.check()
+    torch.cuda.synchronize()
+    return bool((copy == 1.0).all())
+
+
+# With a second compute stream.
+
+
+@_repeated_if_slow
+def copy_out_of_what_a_second_stream_computes_late(late: Lateness, kind: str) -> bool:
+    """E1: the group is saved on the second stream, and its copy out started on the first."""
+    hand, second = HandDriven(kind), torch.cuda.Stream()
+    tensor, value = _values(float("nan")), _values(1.0)
+    torch.cuda.synchronize()
+    late.on(second)
+    group = hand.group()
+    with torch.cuda.stream(second):
+        tensor.copy_(value)
+        saved = hand.save(group, tensor)
+    del tensor
+    hand.copy_out(group)
+    late.check()
+    torch.cuda.synchronize()
+    hand.store.release(group)
+    return bool((hand.unpack(saved) == 1.0).all())
+
+
+@_repeated_if_slow
+def memory_of_a_second_stream_reused_while_a_late_copy_out_reads_it(
+    late: Lateness, kind: str
+) -> bool:
+    """E3: the first stream saves and releases the memory of the second, which saves it later."""
+    hand, second = HandDriven(kind), torch.cuda.Stream()
+    group = hand.group()
+    with torch.cuda.stream(second):
+        tensor = _values(1.0)
+    torch.cuda.synchronize()
+    saved, address = hand.save(group, tensor), tensor.data_ptr()
+    with torch.cuda.stream(second):
+        saved_again = hand.save(group, tensor.view(2, -1))
+    del tensor
+    late.on(hand.store.copy_streams.d2h)
+    hand.send(group)
+    with torch.cuda.stream(second):
+        reused = _poison_free_memory()
+    if address not in reused:
+        raise AssertionError("the scenario needs the allocator to hand out the same block again")
+    late.check()
+    torch.cuda.synchronize()
+    right = bool((hand.unpack(saved) == 1.0).all())
+    return right and bool((hand.unpack(saved_again) == 1.0).all())
+
+
+@_repeated_if_slow
+def reloaded_on_a_second_stream_while_a_late_copy_out_writes(late: Lateness, kind: str) -> bool:
+    """E3: the stream that starts the copy in is not the one that waited before the release."""
+    hand, second = HandDriven(kind), torch.cuda.Stream()
+    group = hand.group()
+    saved = hand.save(group, _values(1.0))
+    torch.cuda.synchronize()
+    late.on(hand.store.copy_streams.d2h)
+    hand.send(group)
+    with torch.cuda.stream(second):
+        hand.copy_in(group)
+        read = hand.unpack(saved).clone()
+    late.check()
+    torch.cuda.synchronize()
+    return bool((read == 1.0).all())
+
+
+@_repeated_if_slow
+def dropped_while_a_late_copy_out_reads_it(late: Lateness, kind: str) -> bool:
+    """E3: no backward will read the copy, but d2h still reads memory that others may get."""
+    hand = HandDriven(kind)
+    group, tensor = hand.group(), _values(1.0)
+    saved, address = hand.save(group, tensor), tensor.data_ptr()
+    del tensor
+    torch.cuda.synchronize()
+    late.on(hand.store.copy_streams.d2h)
+    hand.copy_out(group)
+    copy = saved.storage.allocation.buffer.view()
+    del saved
+    if address not in _poison_free_memory():
+        raise AssertionError("the scenario needs the allocator to hand out the same block again")
+    late.check()
+    torch.cuda.synchronize()
+    return bool((copy[: 4 * NUMEL].view(torch.float32) == 1.0).all())
+
+
+@_repeated_if_slow
+def input_of_a_node_reused_while_a_late_copy_out_reads_it(late: Lateness, kind: str) -> bool:
+    """E8: a node saves memory of another stream, which neither waits nor is known to the engine."""
+    hand, second = HandDriven(kind), torch.cuda.Stream()
+    hand.store.crosses_streams = True
+    group = hand.group()
+    with torch.cuda.stream(second):
+        tensor = _values(1.0)
+    torch.cuda.synchronize()
+    saved = hand.save(group, tensor)
+    del tensor
+    late.on(hand.store.copy_streams.d2h)
+    hand.send(group)
+    with torch.cuda.stream(second):
+        _poison_free_memory()
+    late.check()
+    torch.cuda.synchronize()
+    return bool((hand.unpack(saved) == 1.0).all())
+
+
 SCENARIOS: dict[Edge, Scenario] = {
     Edge.E1: copy_out_of_what_is_computed_late,
     Edge.E2: host_buffer_reused_while_a_late_copy_in_reads_it,
@@ -296,37 +481,55 @@ SCENARIOS: dict[Edge, Scenario] = {
     Edge.E7: host_memory_unpinned_while_a_late_copy_writes_it,
     Edge.E8: reloaded_memory_reused_while_another_stream_reads_it_late,
     Edge.E9: graphs_replayed_while_a_late_copy_in_writes,
+    Edge.E10: graph_replayed_after_late_computation,
+    Edge.E11: results_read_while_a_late_graph_computes_them,
+    Edge.E12: slot_memory_written_while_a_late_tail_reads_it,
 }
 
+FURTHER_SCENARIOS: dict[Scenario, Edge] = {
+    copy_out_of_what_a_second_stream_computes_late: Edge.E1,
+    memory_of_a_second_stream_reused_while_a_late_copy_out_reads_it: Edge.E3,
+    reloaded_on_a_second_stream_while_a_late_copy_out_writes: Edge.E3,
+    dropped_while_a_late_copy_out_reads_it: Edge.E3,
+    input_of_a_node_reused_while_a_late_copy_out_reads_it: Edge.E8,
+}
+"""Other waits of the same edges, most with a second compute stream."""
 
-EDGE_METHODS = ("_wait", "_wait_on_host", "_hold")
-"""Methods of :class:`CopyStreams`; each edge is made by one of them."""
+
+EDGE_METHODS = ("_wait", "_wait_on_host", "_hold_for")
+"""Methods of :class:`CopyStreams`; each of E1 to E9 is made by one of them in Python."""
+
+_PLACES = [*((CopyStreams, name) for name in EDGE_METHODS), (_CudaTail, "_wait")]
 
 
 class without_edge:
-    """Context manager that deletes one edge from every :class:`CopyStreams`, and in C++."""
+    """Context manager that deletes one edge from all engines and graphs.
+
+    In C++, from those that are created inside the context.
+    """
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
-        self._originals = {name: getattr(CopyStreams, name) for name in EDGE_METHODS}
+        self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        for name, original in self._originals.items():
-            setattr(CopyStreams, name, self._skipping(original))
+        for owner, name in _PLACES:
+            skipping = self._skipping(getattr(owner, name))
+            self._patches.enter_context(mock.patch.object(owner, name, skipping))
         native = native_module()
         assert native is not None
-        native.Waits.skipped_edge = self._edge.name
+        native.Waits.leave_out(_NUMBERS_IN_CPP.get(self._edge, 0))
+        self._patches.callback(native.Waits.leave_out, 0)
 
     def __exit__(self, *_: object) -> None:
-        for name, original in self._originals.items():
-            setattr(CopyStreams, name, original)
-        native = native_module()
-        assert native is not None
-        native.Waits.skipped_edge = ""
+        self._patches.close()
 
     def _skipping(self, original: Callable[..., None]) -> Callable[..., None]:
-        def skipping(streams: CopyStreams, edge: Edge, *rest: object) -> None:
+        def skipping(owner: object, edge: Edge, *rest: object) -> None:
             if edge is not self._edge:
-                original(streams, edge, *rest)
+                original(owner, edge, *rest)
 
         return skipping
+
+
+_NUMBERS_IN_CPP = {edge: number for number, edge in enumerate(list(Edge)[:6], start=1)}

@@ -10,7 +10,7 @@ and four H200s, graphs of 16 layers held 122 and 350 MiB more than an eager pass
 exchanged in forward. A measured pass keeps the same tensors.
 
 [Note: The tail of a forward graph]
-A graph joins its copies to its end (edge E9 of ``copy_streams``), so work after a forward graph
+A graph joins its copies to its end (edge E9 of ``edges``), so work after a forward graph
 would wait for the last copies out, which nothing in the graph hides any more. So the graph is
 replayed on a stream of its slot's memory. It records an event when only copies are left: the tail.
 The current stream waits for that event only, and output layer, loss, or the next micro-batch's
@@ -42,6 +42,7 @@ import torch
 from packaging.version import Version
 
 from megatron.slipstream.fine_grained_activation_offload import peak_statistics
+from megatron.slipstream.fine_grained_activation_offload.edges import Edge
 
 Work = Callable[[], Sequence[torch.Tensor]]
 """Work to capture. It returns tensors that are read after each replay."""
@@ -157,7 +158,7 @@ class _CudaTail(Tail):
     def replay(self, graph: Graph) -> None:
         current = torch.cuda.current_stream()
         self._start.record(current)
-        self._stream.wait_event(self._start)
+        self._wait(Edge.E10, self._stream, self._start)
         # Not torch.cuda.stream(), whose checks cost as much host time as the events.
         torch.cuda.set_stream(self._stream)
         try:
@@ -167,11 +168,14 @@ class _CudaTail(Tail):
         if self._end is None:
             self._end = torch.cuda.Event()
         self._end.record(self._stream)
-        current.wait_event(self._results)
+        self._wait(Edge.E11, current, self._results)
 
     def wait(self) -> None:
         if self._end is not None:
-            torch.cuda.current_stream().wait_event(self._end)
+            self._wait(Edge.E12, torch.cuda.current_stream(), self._end)
+
+    def _wait(self, edge: Edge, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
 
 
 class CudaGraphs(GraphBackend):
@@ -205,7 +209,7 @@ class CudaGraphs(GraphBackend):
         generators = [torch.cuda.default_generators[torch.cuda.current_device()]]
         generators += self._generators()
         states = [generator.get_state() for generator in generators]
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # H2
         gc.collect()
         torch.cuda.empty_cache()
         # Work on the default stream cannot be captured.
@@ -215,7 +219,7 @@ class CudaGraphs(GraphBackend):
                 yield
         finally:
             self._stream = None
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # H2
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
             gc.collect()
@@ -232,18 +236,18 @@ class CudaGraphs(GraphBackend):
         return _CudaTail() if self.records_external_events else Tail()
 
     def finish(self) -> None:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # H2
 
     def measure(self, work: Callable[[], None]) -> Cost:
         # A private pool would also start without cached memory, and allocate whole segments.
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # H2
         torch.cuda.empty_cache()
         device = torch.cuda.current_device()
         peak_statistics.reset(device)
         before = peak_statistics.read(device)
         with self._while_measuring():
             work()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # H2
         after = peak_statistics.read(device)
         counted = ("allocated_bytes", "reserved_bytes")
         rises = (after[name]["all"]["peak"] - before[name]["all"]["peak"] for name in counted)

@@ -274,8 +274,8 @@ class SlotOffloading:
         """Free the host memory once no replay and no other slot uses it."""
         store = self._engine.store
         if self._memory is not None:
-            self._memory.tail.wait()
-        store.backend.wait_on_host(store.backend.current_stream())
+            self._memory.tail.wait()  # edge E12
+        store.backend.wait_on_host(store.backend.current_stream())  # edge E7
         if self._memory is not None:
             store.host_pool = HostPool(store.backend, 0)
         self._engine.close()

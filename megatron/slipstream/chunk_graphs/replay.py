@@ -62,7 +62,7 @@ class Slot:
 
     def replay_backward(self) -> None:
         """Compute :attr:`grad_hidden`, once the copies of forward have ended."""
-        self.memory.tail.wait()
+        self.memory.tail.wait()  # edge E12
         self.backward.replay()
 
 
@@ -72,7 +72,7 @@ class SlotAllocation:
     def __init__(self, slot: Slot) -> None:
         self._slot: Optional[Slot] = slot
         slot.memory.is_free = False
-        slot.memory.tail.wait()  # Left by a micro-batch whose backward never ran.
+        slot.memory.tail.wait()  # edge E12, if its last backward never ran
 
     @property
     def slot(self) -> Slot:

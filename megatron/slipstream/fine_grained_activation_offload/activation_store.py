@@ -527,7 +527,7 @@ class ActivationStore:
                 signals.append(storage.in_signal)
             elif storage.residence is Residence.HOST and storage.out_signal is not None:
                 signals.append(storage.out_signal)
-        self.copy_streams.outlast(signals)
+        self.copy_streams.outlast(signals)  # H1
 
     def trim_host_memory(self, nbytes: int) -> None:
         """Replace all host memory with one slab of ``nbytes`` bytes; nothing may be in use.

@@ -2,34 +2,7 @@
 
 """The two copy streams, and all synchronization between them, the compute stream and the host.
 
-Every wait of the engine is one of the edges below and is issued here, by
-:meth:`CopyStreams._wait`; each call site carries the edge's id.
-
-====  =========================  ===========================  =====================================
-id    signal                     waiter                       protects
-====  =========================  ===========================  =====================================
-E1    compute, after a group's   d2h, before the group's      the group's tensors on the device:
-      commit                     D2H copies                   read only after being computed
-E2    h2d or d2h, after the      d2h, before the next copy    the host buffer: overwritten only
-      last copies of its bytes   into any of its bytes        after being read
-E3    d2h, after the D2H copies  compute, before the device   the group's tensors on the device:
-                                 memory is released           reused only after being read
-E4    compute, where an H2D      h2d, before the H2D copies   the copy's destination: memory that
-      copy is started                                         compute used until then
-E5    h2d, after the H2D copies  the consumer's stream,       the reloaded tensors: read only after
-                                 before backward reads them   being written
-E6    h2d, after the H2D copies  compute, before memory that  the destination of an unread copy:
-                                 was never read is released   reused only after being written
-E7    d2h and h2d, at the end    the host, before pinned      host buffers: returned to the system
-                                 memory is unpinned           only when no copy uses them
-E8    the consumer's stream,     the allocator, before it     the reloaded tensors: their memory is
-      when reloaded memory is    reallocates the memory       reused only after being read
-      freed (d2h, with nodes)                                 (or the group's own tensors)
-E9    d2h and h2d, after the     compute, at the end of the   memory that the next graph writes or
-      copies of a graph          graph                        reads: this graph's copies have ended
-====  =========================  ===========================  =====================================
-
-Under CUDA graph capture, all of them except E7 are edges inside the graph.
+Each wait is a row of the table in ``edges``; its call carries the id of the row.
 
 [Note: Graphs one after another]
 Work captured in a graph can only be waited for inside the same graph. So a graph joins its copies
@@ -68,7 +41,6 @@ the latest signal that was waited for.
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -85,22 +57,8 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
     Stream,
     nbytes_of,
 )
+from megatron.slipstream.fine_grained_activation_offload.edges import Edge
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostAllocation
-
-
-class Edge(enum.Enum):
-    """The edges of the table in the module docstring."""
-
-    E1 = "a copy out waits for the computation of its source"
-    E2 = "a copy out waits for the last copies that used the bytes of its host buffer"
-    E3 = "device memory is released after its copy out"
-    E4 = "a copy in waits for the computation that used its destination"
-    E5 = "backward waits for the copy in of the tensors that it reads"
-    E6 = "unused device memory is released after its copy in"
-    E7 = "host memory is unpinned after all copies"
-    E8 = "reloaded memory is reallocated after reads on other streams than it was allocated for"
-    E9 = "a captured graph ends after its copies"
-
 
 _STALLS = (Edge.E3, Edge.E5, Edge.E9)
 """Edges on which the compute stream waits for copies."""
@@ -276,9 +234,9 @@ class CopyStreams:
         stream, stream_id = self.d2h, self._d2h_id
         for producer_id, producer in producers.items():
             signal = self._signal(producer, producer_id)
-            self._wait(Edge.E1, stream, stream_id, signal)  # edge E1
+            self._wait(Edge.E1, stream, stream_id, signal)
         for last_use in _latest(use for _, allocation in moves for use in allocation.last_use):
-            self._wait(Edge.E2, stream, stream_id, last_use)  # edge E2
+            self._wait(Edge.E2, stream, stream_id, last_use)
         if before is not None:
             before()
         self._run([(allocation.buffer, source) for source, allocation in moves], stream)
@@ -301,7 +259,7 @@ class CopyStreams:
         """
         if copied_out is not None:
             for stream_id, stream in streams.items():
-                self._wait(Edge.E3, stream, stream_id, copied_out, label)  # edge E3
+                self._wait(Edge.E3, stream, stream_id, copied_out, label)
         self._backend.drop_device(memory)
 
     def empty(self, memory: torch.UntypedStorage) -> None:
@@ -313,7 +271,7 @@ class CopyStreams:
 
         See [Note: Layers that run in nodes].
         """
-        self._hold(Edge.E8, source.view(), self.d2h)  # edge E8
+        self._hold_for(Edge.E8, source.view(), self.d2h)
 
     def follow_copy_out(
         self,
@@ -327,9 +285,9 @@ class CopyStreams:
         """
         if copied_out is not None:
             stream_id = self._backend.current_stream_id()
-            self._wait(Edge.E3, None, stream_id, copied_out, label)  # edge E3
+            self._wait(Edge.E3, None, stream_id, copied_out, label)
             for stream_id, stream in streams.items():
-                self._wait(Edge.E3, stream, stream_id, copied_out, label)  # edge E3
+                self._wait(Edge.E3, stream, stream_id, copied_out, label)
 
     def copy_in(
         self,
@@ -355,9 +313,9 @@ class CopyStreams:
         for signal in _latest(copied_out):
             # Already waited for, unless the memory was released on another stream: see
             # [Note: A copy in follows its own copy out].
-            self._wait(Edge.E3, current, current_id, signal)  # edge E3
+            self._wait(Edge.E3, current, current_id, signal)
         stream, stream_id = self.h2d, self._h2d_id
-        self._wait(Edge.E4, stream, stream_id, self._signal(current, current_id))  # edge E4
+        self._wait(Edge.E4, stream, stream_id, self._signal(current, current_id))
         copies = [(destination, allocation.buffer) for destination, allocation in moves]
         self._run(copies, stream)
         if after is not None:
@@ -373,7 +331,7 @@ class CopyStreams:
             stream_id: Id of the current stream.
             label: The group, for timings.
         """
-        self._wait(Edge.E5, None, stream_id, signal, label)  # edge E5
+        self._wait(Edge.E5, None, stream_id, signal, label)
 
     def note_read(self, returned: torch.Tensor) -> None:
         """Tell the allocator that the current stream reads a reloaded tensor until it is deleted.
@@ -381,7 +339,7 @@ class CopyStreams:
         Only needed if its memory was allocated for another stream.
         """
         here = self._backend.current_stream()
-        self._hold(Edge.E8, returned, here)  # edge E8: [Note: Memory belongs to a stream]
+        self._hold_for(Edge.E8, returned, here)  # [Note: Memory belongs to a stream]
 
     def abandon(
         self,
@@ -399,7 +357,7 @@ class CopyStreams:
         if memory is None or copied_in is None or allocated_for is None:
             return
         stream_id, stream = allocated_for
-        self._wait(Edge.E6, stream, stream_id, copied_in)  # edge E6
+        self._wait(Edge.E6, stream, stream_id, copied_in)
         self._backend.drop_device(memory)
 
     def outlast(self, signals: Iterable[Signal]) -> None:
@@ -424,7 +382,7 @@ class CopyStreams:
         """End the graph: the current stream waits for the graph's copies."""
         stream_id = self._backend.current_stream_id()
         for signal in self._to_join.values():
-            self._wait(Edge.E9, None, stream_id, signal)  # edge E9
+            self._wait(Edge.E9, None, stream_id, signal)
         self._to_join.clear()
         self._backend.end_graph()
         self._waits.graph = 0
@@ -433,14 +391,14 @@ class CopyStreams:
     def finish(self) -> None:
         """Block the host until both streams are idle."""
         for stream in (self.d2h, self.h2d):
-            self._wait_on_host(Edge.E7, stream)  # edge E7
+            self._wait_on_host(Edge.E7, stream)
 
     def begin_measurement(self) -> None:
         """Block the host until copies may use memory that was in use until now."""
         current_id, current = self._backend.here()
         here = self._signal(current, current_id)
-        self._wait(Edge.E1, self.d2h, self._d2h_id, here)  # edge E1
-        self._wait(Edge.E4, self.h2d, self._h2d_id, here)  # edge E4
+        self._wait(Edge.E1, self.d2h, self._d2h_id, here)
+        self._wait(Edge.E4, self.h2d, self._h2d_id, here)
         self.finish()
 
     def _run(self, copies: Sequence[Copy], stream: Stream) -> None:
@@ -504,5 +462,5 @@ class CopyStreams:
     def _wait_on_host(self, edge: Edge, stream: Stream) -> None:
         self._backend.wait_on_host(stream)
 
-    def _hold(self, edge: Edge, tensor: torch.Tensor, stream: Stream) -> None:
+    def _hold_for(self, edge: Edge, tensor: torch.Tensor, stream: Stream) -> None:
         self._backend.hold(tensor, stream)

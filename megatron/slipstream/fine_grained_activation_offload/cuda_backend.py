@@ -239,5 +239,5 @@ def _forget_last_error() -> None:
 
 
 def _unregister_forgotten(address: int) -> None:
-    torch.cuda.synchronize()  # a copy may still be using it
+    torch.cuda.synchronize()  # edge E7: a copy may still be using it
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -142,7 +142,12 @@ class MemoryReader:
 
 
 class Recorder:
-    """Records one iteration at a time. Never affects the engine."""
+    """Records one iteration at a time.
+
+    Two of its attributes decide how storages move: what :attr:`held_outside` contains stays on the
+    device where no plan is followed, and while :attr:`reads_memory` is set, Python performs all
+    moves, since C++ does not record.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

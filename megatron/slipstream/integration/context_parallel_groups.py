@@ -120,7 +120,7 @@ def _open_connections(group: Group) -> None:
     if rank % 2:
         exchanges.reverse()
     for work in [exchange(tensor, peer, group) for exchange, tensor, peer in exchanges]:
-        work.wait()
+        work.wait()  # H3
     received.item()  # The host waits for the connections.
 
 

@@ -231,7 +231,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
 def _synchronize() -> None:
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # H2
 
 
 def _progress_bar(total: int) -> Progress:

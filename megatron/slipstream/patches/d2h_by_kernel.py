@@ -72,7 +72,7 @@ class D2HByKernel:
         reference = weakref.ref(result, self._return)
         self._in_use[id(reference)] = (reference, kind, slot)
         if record_stream:
-            tensor.record_stream(torch.cuda.current_stream())
+            tensor.record_stream(torch.cuda.current_stream())  # edge E8
         return result
 
     def _return(self, reference: weakref.ref[Any]) -> None:

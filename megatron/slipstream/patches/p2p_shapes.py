@@ -41,9 +41,9 @@ def exchange_by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
         received = [_exchange(operations, self.pp_group, *each) for each in neighbours]
         if operations:
             for request in torch.distributed.batch_isend_irecv(operations):
-                request.wait()
+                request.wait()  # H3
         on_host = [None if shape is None else _to_host(shape) for shape in received]
-        torch.cuda.current_stream().synchronize()
+        torch.cuda.current_stream().synchronize()  # H3
         return tuple([0] * _NUM_DIMS if shape is None else shape.tolist() for shape in on_host)
 
     return communicate_shapes

@@ -72,7 +72,7 @@ class Operation(NamedTuple):
 
 
 class EdgeRule(NamedTuple):
-    """A row of the edge table of ``copy_streams``, as data.
+    """A row of the edge table in ``edges``, as data.
 
     Before an operation of kind ``waiter`` runs, its queue waits for the operation of kind
     ``signal`` on the same storage or, if ``same`` is "buffer", on the storages that previously
@@ -94,7 +94,7 @@ EDGES = (
     EdgeRule("E5", OpKind.COPY_IN, OpKind.USE),
     EdgeRule("E6", OpKind.COPY_IN, OpKind.ABANDON),
 )
-"""E7 is omitted: it orders the host, and only once everything has ended."""
+"""The other rows order the host, the allocator or graphs, not operations of these queues."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megatron.slipstream.plan.trace import GroupKey, Step
 
 
 class SafetyProperty(enum.Enum):
-    """The safety properties; those after the gap name the ``copy_streams`` edge behind each."""
+    """The safety properties; those after the gap name the edge of ``edges`` behind each."""
 
     KNOWN_GROUP = "every group of the trace, and no other, has a plan"
     KNOWN_STEP = "an action is due at a step of the trace"

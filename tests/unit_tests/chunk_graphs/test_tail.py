@@ -18,11 +18,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from race_scenarios import without_edge
 from toy_chunk import Training, equal
 
 from megatron.slipstream.chunk_graphs import replay
 from megatron.slipstream.chunk_graphs.backend import CudaGraphs, EagerGraphs, Tail
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
+from megatron.slipstream.fine_grained_activation_offload.edges import Edge
 
 COMPUTE, COPIES = "computation", "copies"
 
@@ -223,6 +225,47 @@ def test_graphs_begin_after_all_work_before_them(streams: Streams) -> None:
     assert begins_after == [{"the inputs"}]
     assert [event.external for event in streams.events] == [False, True, False]
     assert streams.current is streams.main
+
+
+class _ForwardGraph:
+    """Begins after the work before it, computes, and copies."""
+
+    def __init__(self, streams: Streams, tail: Tail) -> None:
+        self._streams, self._tail = streams, tail
+        self.begins_after: set[str] = set()
+
+    def replay(self) -> None:
+        follows = self._streams.current.follows
+        self.begins_after = set(follows)
+        follows.add(COMPUTE)
+        self._tail.begin()
+        follows.add(COPIES)
+
+
+def _unordered(streams: Streams) -> set[Edge]:
+    """The edges of a replay that are not made."""
+    tail = CudaGraphs().new_tail()
+    graph = _ForwardGraph(streams, tail)
+    streams.main.follows.add("the inputs")
+    tail.replay(graph)  # type: ignore[arg-type]
+    results_are_read_after = set(streams.main.follows)
+    tail.wait()
+    missing = set()
+    if "the inputs" not in graph.begins_after:
+        missing.add(Edge.E10)
+    if COMPUTE not in results_are_read_after:
+        missing.add(Edge.E11)
+    if COPIES not in streams.main.follows:
+        missing.add(Edge.E12)
+    return missing
+
+
+def test_each_edge_of_a_tail_is_made_and_needed(streams: Streams) -> None:
+    assert _unordered(streams) == set()
+    for edge in (Edge.E10, Edge.E11, Edge.E12):
+        streams.main.follows.clear()
+        with without_edge(edge):
+            assert edge in _unordered(streams)
 
 
 def test_graphs_without_copies_are_replayed_as_before(streams: Streams) -> None:

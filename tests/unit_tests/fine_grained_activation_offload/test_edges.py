@@ -7,21 +7,22 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hand_driven import LAZY_NATIVE, HandDriven
-from race_scenarios import EDGE_METHODS, without_edge
+from race_scenarios import without_edge
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload import copy_streams
-from megatron.slipstream.fine_grained_activation_offload.copy_streams import Edge
+from megatron.slipstream.fine_grained_activation_offload import edges
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
+from megatron.slipstream.fine_grained_activation_offload.edges import Edge
 
-ROOM = Path(copy_streams.__file__).parent
+ROOM = Path(edges.__file__).parent
+ROOMS = ROOM.parent
 
 
 def _schedule_scenario(name: str) -> Callable[[str], bool]:
@@ -118,10 +119,11 @@ SCENARIOS: dict[Edge, Callable[[str], bool]] = {
     Edge.E8: _returned_memory_read_on_another_stream,
     Edge.E9: _read_in_the_graph_after_the_one_that_copies_back,
 }
+"""Of E1 to E9; those of E10 to E12 are in ``chunk_graphs/test_tail.py``."""
 
 
 @pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
-@pytest.mark.parametrize("edge", Edge, ids=lambda edge: edge.name)
+@pytest.mark.parametrize("edge", SCENARIOS, ids=lambda edge: edge.name)
 def test_scenario_is_right_with_every_edge(edge: Edge, backend: str) -> None:
     assert SCENARIOS[edge](backend)
 
@@ -137,38 +139,120 @@ def _is_right(scenario: Callable[[str], bool], backend: str) -> bool:
 
 
 @pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
-@pytest.mark.parametrize("edge", Edge, ids=lambda edge: edge.name)
+@pytest.mark.parametrize("edge", SCENARIOS, ids=lambda edge: edge.name)
 def test_scenario_is_wrong_without_its_edge(edge: Edge, backend: str) -> None:
     with without_edge(edge):
         right = _is_right(SCENARIOS[edge], backend)
     assert not right, f"nothing noticed that {edge.name} is gone: {edge.value}"
 
 
+EDGE_ROW, OTHER_ROW = r"^(E\d+)  ", r"^(H\d)  "
+WAITS = {
+    *("wait", "_wait", "wait_event", "wait_stream", "wait_on_host", "_wait_on_host"),
+    *("synchronize", "outlast", "record_stream", "hold", "_hold_for"),
+}
+"""Names of functions that make a stream, the host or the allocator wait."""
+IN_CPP = (
+    r"(?:->|\.)wait\w*\(|attr\(\"wait|\bcu\w*(?:Wait|Synchronize)|record_?[sS]tream|synchronize"
+)
+
+
+def rows(pattern: str) -> list[str]:
+    return re.findall(pattern, edges.__doc__ or "", flags=re.MULTILINE)
+
+
+def waits_in_python(path: Path) -> Iterator[tuple[str, str]]:
+    """Each wait that a file issues: its place, and its source."""
+    lines = path.read_text().splitlines()
+
+    def found(node: ast.AST) -> Iterator[tuple[str, str]]:
+        if isinstance(node, ast.FunctionDef) and _forwards(node, path):
+            return
+        if isinstance(node, ast.Call):
+            called = node.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            if name in WAITS and (name != "hold" or "backend" in ast.unparse(called)):
+                text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+                yield f"{path.name}:{node.lineno}", text
+        for child in ast.iter_child_nodes(node):
+            yield from found(child)
+
+    return found(ast.parse(path.read_text()))
+
+
+def _forwards(function: ast.FunctionDef, path: Path) -> bool:
+    """Whether the function is a wait itself or is given the edge, so that its callers count."""
+    if function.name == "wait":  # outside of backends, a method that knows its edge
+        return path.name.endswith("backend.py") and path.parent == ROOM
+    return function.name in WAITS or any(given.arg == "edge" for given in function.args.args)
+
+
+def waits_in_cpp(path: Path) -> Iterator[tuple[str, str]]:
+    """The same in C++, where only ``driver.h`` calls the driver or the backend."""
+    if path.name == "driver.h":
+        return
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        is_forwarded = re.search(r"wait\((?:Edge )?edge, ", line)
+        if not is_forwarded and re.search(IN_CPP, line):
+            yield f"{path.name}:{number}", line
+
+
+def all_waits() -> list[tuple[str, str]]:
+    python = [wait for path in ROOMS.rglob("*.py") for wait in waits_in_python(path)]
+    sources = [*ROOMS.rglob("*.h"), *ROOMS.rglob("*.cpp")]
+    cpp = [wait for path in sources for wait in waits_in_cpp(path)]
+    assert python
+    assert cpp
+    return python + cpp
+
+
 def test_table_lists_every_edge() -> None:
-    table = re.findall(r"^(E\d+)  ", copy_streams.__doc__ or "", flags=re.MULTILINE)
-    assert table == [edge.name for edge in Edge]
+    assert rows(EDGE_ROW) == [edge.name for edge in Edge]
 
 
-def test_every_edge_is_made_and_named_at_its_call_site() -> None:
-    source = Path(copy_streams.__file__).read_text()
-    call = rf"self\.(?:{'|'.join(EDGE_METHODS)})\("
-    sites = re.findall(call + r"Edge\.(E\d+),.*?\)  # edge (E\d+)", source, re.MULTILINE)
-    assert all(used == commented for used, commented in sites)
-    assert {used for used, _ in sites} == {edge.name for edge in Edge}
-    assert len(sites) == len(re.findall(call, source))
-
-
-def test_no_other_module_makes_a_wait() -> None:
-    waits = {"wait", "wait_event", "wait_stream", "wait_on_host", "synchronize", "record_stream"}
-    owners = {"copy_streams.py", "cuda_backend.py"}
-    found = [
-        f"{path.name}:{node.lineno}"
-        for path in ROOM.glob("*.py")
-        if path.name not in owners
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr in waits
+def test_each_wait_of_the_package_is_a_row_of_the_table() -> None:
+    known = {*rows(EDGE_ROW), *rows(OTHER_ROW)}
+    unknown = [
+        (place, text)
+        for place, text in all_waits()
+        if not (ids := set(re.findall(r"\b[EH]\d+\b", text))) or not ids <= known
     ]
-    assert found == []
+    assert unknown == []
+
+
+def test_each_row_of_the_table_is_a_wait_of_the_package() -> None:
+    ids = {name for _, text in all_waits() for name in re.findall(r"\b[EH]\d+\b", text)}
+    assert ids == {*rows(EDGE_ROW), *rows(OTHER_ROW)}
+
+
+def test_cpp_has_the_first_rows_of_the_table_and_issues_each() -> None:
+    source = (ROOM / "native" / "driver.h").read_text()
+    (members,) = re.findall(r"enum class Edge \{ NONE, (.*) \};", source)
+    issued = {
+        name
+        for path in (ROOM / "native").glob("*.h")
+        for _, line in waits_in_cpp(path)
+        for name in re.findall(r"Edge::(E\d)", line)
+    }
+    assert members.split(", ") == [edge.name for edge in Edge][:6] == sorted(issued)
+
+
+@pytest.mark.parametrize(
+    "added, is_found",
+    [
+        ("stream.wait_event(event)", True),
+        ("torch.cuda.synchronize()", True),
+        ("tensor.record_stream(stream)", True),
+        ("stream.wait_event(event)  # edge E99", True),
+        ("stream.wait_event(event)  # edge E12", False),
+    ],
+)
+def test_a_wait_without_a_row_is_found(added: str, is_found: bool, tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(f"def work(stream, event, tensor):\n    {added}\n")
+    ((_, text),) = waits_in_python(file)
+    ids = set(re.findall(r"\b[EH]\d+\b", text))
+    assert (not ids or not ids <= set(rows(EDGE_ROW))) is is_found
 
 
 def test_a_copy_out_waits_for_every_copy_of_the_bytes_it_writes() -> None:

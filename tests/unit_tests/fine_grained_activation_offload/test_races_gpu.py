@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from hand_driven import HandDriven
-from race_scenarios import KINDS, SCENARIOS, without_edge
+from race_scenarios import FURTHER_SCENARIOS, KINDS, SCENARIOS, Scenario, without_edge
 
-from megatron.slipstream.fine_grained_activation_offload.copy_streams import Edge
+from megatron.slipstream.fine_grained_activation_offload.edges import Edge
 
 pytestmark = [pytest.mark.gpu, pytest.mark.exclusive]
 
@@ -34,6 +34,20 @@ def test_right_with_the_edge(edge: Edge, kind: str) -> None:
 def test_wrong_without_the_edge(edge: Edge, kind: str) -> None:
     with without_edge(edge):
         assert not any(SCENARIOS[edge](kind) for _ in range(3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scenario", FURTHER_SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_right_with_every_wait_of_an_edge(scenario: Scenario, kind: str) -> None:
+    for _ in range(3):
+        assert scenario(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scenario", FURTHER_SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_wrong_without_the_waits_of_that_edge(scenario: Scenario, kind: str) -> None:
+    with without_edge(FURTHER_SCENARIOS[scenario]):
+        assert not any(scenario(kind) for _ in range(3))
 
 
 def test_host_memory_that_was_not_returned_can_be_registered_again() -> None:

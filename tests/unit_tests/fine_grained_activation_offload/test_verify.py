@@ -10,7 +10,7 @@ from hand_driven import LAZY_NATIVE, HandDriven
 from race_scenarios import without_edge
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload.copy_streams import Edge
+from megatron.slipstream.fine_grained_activation_offload.edges import Edge
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier, checksum
 

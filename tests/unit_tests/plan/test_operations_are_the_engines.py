@@ -19,11 +19,8 @@ import torch
 from toy_model import SCHEDULES, WIDTH, Chunk, Layer, make_chunks, micro_batch
 from watched_backend import Issued, Queues, WatchedBackend, WatchedManager, num_signals
 
-from megatron.slipstream.fine_grained_activation_offload.copy_streams import (
-    CopyStreams,
-    Edge,
-    Signal,
-)
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams, Signal
+from megatron.slipstream.fine_grained_activation_offload.edges import Edge
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.host_layout import HostBuffer

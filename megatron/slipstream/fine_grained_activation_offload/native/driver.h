@@ -45,6 +45,9 @@ struct Copy {
   int64_t nbytes() const { return std::min(to.nbytes, source.nbytes); }
 };
 
+// Rows of the edge table in edges.py: those whose waits C++ issues.
+enum class Edge { NONE, E1, E2, E3, E4, E5, E6 };
+
 class Driver {
  public:
   explicit Driver(py::object backend) : backend_(std::move(backend)) {}
@@ -58,9 +61,9 @@ class Driver {
     return record_now(stream);
   }
 
-  void wait(int stream, Event& event) {
+  void wait(Edge edge, int stream, Event& event) {
     const HostTime time(HostTime::DRIVER);
-    wait_now(stream, event);
+    wait_now(edge, stream, event);
   }
 
   void copy(const std::vector<Copy>& copies, int stream) {
@@ -101,7 +104,7 @@ class Driver {
 
  protected:
   virtual Event record_now(int stream) = 0;
-  virtual void wait_now(int stream, Event& event) = 0;
+  virtual void wait_now(Edge edge, int stream, Event& event) = 0;
   virtual void copy_now(const std::vector<Copy>& copies, int stream) = 0;
   virtual c10::Storage allocate_now(int64_t nbytes, c10::Device device) = 0;
   virtual void drop_device_now(c10::Storage memory) = 0;
@@ -125,7 +128,7 @@ class PythonDriver : public Driver {
     return {backend_.attr("record")(streams_[stream].object), nullptr};
   }
 
-  void wait_now(int stream, Event& event) override {
+  void wait_now(Edge, int stream, Event& event) override {
     backend_.attr("wait")(streams_[stream].object, event.object);
   }
 
@@ -218,7 +221,7 @@ class CudaDriver : public Driver {
     return event;
   }
 
-  void wait_now(int stream, Event& event) override {
+  void wait_now(Edge, int stream, Event& event) override {
     if (event.handle == nullptr) {
       event.handle = PyLong_AsVoidPtr(py::object(event.object.attr("cuda_event")).ptr());
     }
@@ -275,11 +278,32 @@ class CudaDriver : public Driver {
   std::vector<Ring> rings_;
 };
 
-inline std::unique_ptr<Driver> make_driver(const py::object& backend) {
-  if (py::str(backend.attr("name")).cast<std::string>() == "cuda") {
-    return std::make_unique<CudaDriver>(backend);
+// A driver that leaves out the waits of one edge, for mutation tests. A subclass, so that no other
+// driver tests for it.
+template <typename Base>
+class WithoutEdge : public Base {
+ public:
+  WithoutEdge(const py::object& backend, Edge edge) : Base(backend), left_out_(edge) {}
+
+  void wait_now(Edge edge, int stream, Event& event) override {
+    if (edge != left_out_) Base::wait_now(edge, stream, event);
   }
-  return std::make_unique<PythonDriver>(backend);
+
+ private:
+  const Edge left_out_;
+};
+
+template <typename Driver>
+std::unique_ptr<Driver> make_driver_of(const py::object& backend, Edge left_out) {
+  if (left_out == Edge::NONE) return std::make_unique<Driver>(backend);
+  return std::make_unique<WithoutEdge<Driver>>(backend, left_out);
+}
+
+inline std::unique_ptr<Driver> make_driver(const py::object& backend, Edge left_out) {
+  if (py::str(backend.attr("name")).cast<std::string>() == "cuda") {
+    return make_driver_of<CudaDriver>(backend, left_out);
+  }
+  return make_driver_of<PythonDriver>(backend, left_out);
 }
 
 }  // namespace slipstream

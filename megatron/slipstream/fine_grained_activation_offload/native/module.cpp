@@ -55,7 +55,7 @@ void bind_waits(py::module_& module) {
       .def(py::init<const py::object&>())
       .def_readwrite("graph", &Waits::graph)
       .def_readwrite("is_timed", &Waits::is_timed)
-      .def_readwrite_static("skipped_edge", &Waits::skipped_edge)
+      .def_static("leave_out", [](int edge) { Waits::left_out = static_cast<Edge>(edge); })
       .def("signal",
            [](Waits& waits, py::object event, py::object stream, py::object stream_id) {
              const int number = waits.driver->add_stream(std::move(stream_id), std::move(stream));

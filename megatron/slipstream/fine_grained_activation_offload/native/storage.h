@@ -276,7 +276,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
     Waits& waits = *context_->waits;
     if (waits.is_plain() && !is_given_up) {
       if (out_signal) {
-        for (const int stream : streams) waits.wait("E3", stream, *out_signal);
+        for (const int stream : streams) waits.wait(Edge::E3, stream, *out_signal);
       }
       waits.driver->drop_device(std::move(memory));
       return;
@@ -381,7 +381,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
     c10::Storage memory = std::move(returned);
     returned = c10::Storage();
     if (waits.is_plain() && in_signal && returned_on >= 0) {
-      waits.wait("E6", returned_on, *in_signal);
+      waits.wait(Edge::E6, returned_on, *in_signal);
       waits.driver->drop_device(std::move(memory));
       return;
     }

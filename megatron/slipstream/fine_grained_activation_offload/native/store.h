@@ -105,7 +105,7 @@ class Store : public std::enable_shared_from_this<Store> {
     }
     const int here = driver().current();
     if (storage.returned_on != here) return read_slowly(object);
-    waits_->wait("E5", here, *storage.in_signal);
+    waits_->wait(Edge::E5, here, *storage.in_signal);
     if (storage.residence == Residence::RELOADING) storage.move_to(Residence::RELOADED);
     return storage.view_returned(saved.index);
   }
@@ -283,9 +283,9 @@ class Store : public std::enable_shared_from_this<Store> {
     }
     for (const int producer : producers) {
       Signal signal = waits_->record(producer);
-      waits_->wait("E1", d2h(), signal);
+      waits_->wait(Edge::E1, d2h(), signal);
     }
-    for (auto& use : last_uses) waits_->wait("E2", d2h(), use);
+    for (auto& use : last_uses) waits_->wait(Edge::E2, d2h(), use);
     driver().copy(copies, d2h());
     const Signal signal = waits_->record(d2h());
     for (const auto& storage : storages) {
@@ -308,9 +308,9 @@ class Store : public std::enable_shared_from_this<Store> {
       if (storage->out_signal) Waits::add_latest(copied_out, *storage->out_signal);
     }
     // [Note: A copy in follows its own copy out]
-    for (auto& signal : copied_out) waits_->wait("E3", here, signal);
+    for (auto& signal : copied_out) waits_->wait(Edge::E3, here, signal);
     Signal begun = waits_->record(here);
-    waits_->wait("E4", h2d(), begun);
+    waits_->wait(Edge::E4, h2d(), begun);
     driver().copy(copies, h2d());
     driver().drop_host_contents(copies, h2d());
     const Signal signal = waits_->record(h2d());
