@@ -144,6 +144,9 @@ def _engine_is_uninstalled() -> Iterator[None]:
     install = sys.modules.get("megatron.slipstream.integration.install")
     if install is not None:
         install.uninstall()
+        # An attached model that a failed test left would have a share of later tests' memory.
+        for pool in install.host_limit.pools:
+            install.host_limit.leave(pool)
 
 
 @pytest.fixture(autouse=True)

@@ -58,9 +58,9 @@ class OffloadConfig:
     `--offload-target-memory-gib`. Not set, all groups may move."""
 
     offload_host_memory_limit_bytes: Optional[int] = None
-    """Maximum of pinned host memory of this process, in bytes. Groups that do not fit stay on the
-    device, with a warning. Not set: 80% of the memory that is available on the node (or in the
-    container) at the start, divided by LOCAL_WORLD_SIZE."""
+    """Maximum of pinned host memory of this process, in bytes; several models share it. Groups that
+    do not fit stay on the device, with a warning. Not set: 80% of the memory that is available on
+    the node (or in the container) at the start, divided by LOCAL_WORLD_SIZE."""
 
     offload_native: Literal["auto", "off"] = "auto"
     """'auto' does the work of each group (saved-tensor hooks, marks, copies, waits) in C++, which

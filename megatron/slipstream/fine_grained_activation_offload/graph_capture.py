@@ -106,8 +106,6 @@ class GraphCaptures:
         """The counters of one replay of all graphs, by module name."""
         self._pools: dict[Optional[_Set], HostPool] = {}
         """The host memory of the graphs, by set."""
-        self._taken_bytes = 0
-        """Bytes deducted from the limit of the store's own pool for these pools."""
         self._set: Optional[_Set] = None
         """The set being captured; None if each micro-batch has its own graphs."""
         self._num_sets: Optional[Sequence[int]] = None
@@ -256,7 +254,7 @@ class GraphCaptures:
             if outside.limit_bytes is not None:
                 taken_bytes = pool.allocated_bytes - had_bytes
                 outside.limit_bytes -= taken_bytes
-                self._taken_bytes += taken_bytes
+                outside.taken_bytes += taken_bytes
 
     def _needed_bytes(self) -> int:
         """Return the host bytes that the set's captured groups use at once, in whole buffers."""
@@ -279,8 +277,8 @@ class GraphCaptures:
         """Drop the pools: their graphs have been deleted, and their memory is freed with them."""
         outside = self._store.host_pool
         if outside.limit_bytes is not None:
-            outside.limit_bytes += self._taken_bytes
-        self._pools, self._taken_bytes = {}, 0
+            outside.limit_bytes += outside.taken_bytes
+        self._pools, outside.taken_bytes = {}, 0
 
     # One graph.
 

@@ -55,6 +55,27 @@ BUFFERS_PER_SLAB = 16
 """Minimum number of buffers, of the size that a new slab is added for, that fit in it."""
 
 
+class ProcessLimit(NamedTuple):
+    """The limit on pinned host memory of a process."""
+
+    nbytes: int
+    is_default: bool = False
+    """Whether the user has set no limit."""
+
+    def describe(self, share_bytes: Optional[int] = None) -> str:
+        """Name the limit and who set it, for one that may use ``share_bytes`` of it."""
+        limit = format_bytes(self.nbytes)
+        text = f"offload_host_memory_limit_bytes={self.nbytes} ({limit})"
+        if self.is_default:
+            text = (
+                f"the default of offload_host_memory_limit_bytes, {limit} (most of the host memory "
+                "that was available)"
+            )
+        if share_bytes is not None and share_bytes < self.nbytes:
+            text += f", {format_bytes(share_bytes)} of it for this use,"
+        return text
+
+
 class HostMemoryFull(Exception):
     """A buffer would exceed the pool's limit, or the system has refused memory."""
 
@@ -224,6 +245,10 @@ class HostPool:
         self.limit_bytes = limit_bytes
         """Maximum bytes that the pool may hold; None for no limit. Once the system has refused
         memory, the bytes that the pool held at that time."""
+        self.process_limit: Optional[ProcessLimit] = None
+        """The limit that :attr:`limit_bytes` is a share of; None if nothing else shares it."""
+        self.taken_bytes = 0
+        """Bytes of the share that other pools hold, for CUDA graphs; not in ``limit_bytes``."""
         self.was_refused = False
         """Whether the system has refused memory."""
         self._slabs: list[torch.Tensor] = []
@@ -252,6 +277,11 @@ class HostPool:
     def in_use_bytes(self) -> int:
         """Bytes of the buffers in use now."""
         return int(self._usage.in_use)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the share that cannot be given to others."""
+        return self.allocated_bytes + self.taken_bytes
 
     @property
     def high_water_bytes(self) -> int:

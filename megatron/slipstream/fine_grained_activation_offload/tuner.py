@@ -25,6 +25,7 @@ from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
     CostTrial,
     trace_after,
 )
+from megatron.slipstream.fine_grained_activation_offload.host_pool import ProcessLimit
 from megatron.slipstream.fine_grained_activation_offload.host_sync_points import (
     HostSyncPoints,
     are_copies_slowed,
@@ -451,14 +452,14 @@ class Tuner:
         if plan.num_kept_for_host_memory == 0 or limit_bytes is None or "limit" in self._told:
             return
         self._told.add("limit")
+        pool = self._store.host_pool
         # Memory refused by the system has already been reported.
         logger.log(
-            logging.INFO if self._store.host_pool.was_refused else logging.WARNING,
-            "offload_host_memory_limit_bytes=%d (%s) is less than the %s of host memory that rank "
-            "%d needs to move all it should, so %d of %d groups stay on the device; raise the "
-            "limit, give the job more host memory, or choose fewer modules",
-            limit_bytes,
-            format_bytes(limit_bytes),
+            logging.INFO if pool.was_refused else logging.WARNING,
+            "%s is less than the %s of host memory that rank %d needs to move all it should, so %d "
+            "of %d groups stay on the device; raise the limit, give the job more host memory, or "
+            "choose fewer modules",
+            (pool.process_limit or ProcessLimit(limit_bytes)).describe(limit_bytes),
             format_bytes(plan.needed_host_bytes),
             self._report.rank,
             plan.num_kept_for_host_memory,

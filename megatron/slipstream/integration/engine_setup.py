@@ -8,7 +8,11 @@ from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
+from megatron.slipstream.fine_grained_activation_offload.host_limit import SharedHostLimit
 from megatron.slipstream.plan.candidates import PolicyOptions
+
+host_limit = SharedHostLimit(preflight.default_host_memory_limit_bytes)
+"""The limit on pinned host memory of this process, which all its engines share."""
 
 
 def open_backend(config: OffloadConfig) -> Backend:
@@ -19,14 +23,11 @@ def open_backend(config: OffloadConfig) -> Backend:
 
 
 def policy_options(config: OffloadConfig) -> PolicyOptions:
-    """Return the plan options."""
+    """Return the plan options; :data:`host_limit` sets that of host memory."""
     target_gib = config.offload_target_memory_gib
     return PolicyOptions(
         release_lag=config.offload_release_lag,
         prefetch_depth=config.offload_prefetch_depth,
-        host_memory_limit_bytes=(
-            config.offload_host_memory_limit_bytes or preflight.default_host_memory_limit_bytes()
-        ),
         target_memory_bytes=None if target_gib is None else int(target_gib * 2**30),
         max_overhead_percent=config.max_overhead_percent,
     )

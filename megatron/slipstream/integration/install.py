@@ -29,7 +29,11 @@ from megatron.slipstream.fine_grained_activation_offload.manager import (
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration import model_router
 from megatron.slipstream.integration.config_file import config_from_environment, log_settings
-from megatron.slipstream.integration.engine_setup import open_backend, policy_options
+from megatron.slipstream.integration.engine_setup import (
+    host_limit,
+    open_backend,
+    policy_options,
+)
 from megatron.slipstream.integration.run_metadata import environment, settings
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.model_rules import moves_in_layer_graphs
@@ -123,6 +127,7 @@ def _make_manager(
     is_native = config.offload_native == "auto"
     arguments = (backend, options, rank(), config.offload_verify, is_native)
     manager = model_router.RoutedManager(router, *arguments)
+    host_limit.join(manager.store.host_pool, config.offload_host_memory_limit_bytes)
     manager.config = config
     manager.moves_checkpoint_inputs = config.offload_checkpoint_inputs
     manager.report.settings = settings(config)

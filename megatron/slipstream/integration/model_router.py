@@ -30,6 +30,7 @@ from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import compat
+from megatron.slipstream.integration.engine_setup import host_limit
 from megatron.slipstream.integration.gradients import Gradients
 from megatron.slipstream.integration.p2p_sync import disable_p2p_host_sync
 from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
@@ -84,6 +85,11 @@ class RoutedManager(PipelineOffloadManager):
         """End the iteration of the model that a schedule ran; called when the schedule ends."""
         for manager in self.router.ended_by_schedule(self):
             super(RoutedManager, manager).reset(**options)
+
+    def close(self) -> None:
+        """Free the host memory, and give its share of the limit to other engines."""
+        super().close()
+        host_limit.leave(self.store.host_pool)
 
     @property
     def num_steps(self) -> int:
@@ -163,7 +169,6 @@ class Router:
         self.default = make_manager(self)
         """The engine of the first model."""
         self.default.store.backend.gradients = Gradients(lambda: self.chunks)
-        self._limit_bytes = self.default.store.host_pool.limit_bytes
 
     @property
     def is_training(self) -> bool:
@@ -299,22 +304,7 @@ class Router:
         trained = [model for model in self._models if model.manager is not None]
         if all(model.manager is not self.default for model in trained):
             return self.default
-        manager = self._make_manager(self)
-        self._share_host_memory([*self.managers, manager])
-        return manager
-
-    def _share_host_memory(self, managers: Sequence[RoutedManager]) -> None:
-        """Limit the total host memory of all engines to that of a single one."""
-        if self._limit_bytes is None:
-            return
-        pools = [manager.store.host_pool for manager in managers]
-        # Pinned memory stays pinned, and an engine that was refused memory must not ask again.
-        pools.sort(key=lambda pool: (not pool.was_refused, -pool.allocated_bytes))
-        left_bytes = self._limit_bytes
-        for index, pool in enumerate(pools):
-            share = 0 if pool.was_refused else left_bytes // (len(pools) - index)
-            pool.limit_bytes = max(share, pool.allocated_bytes)
-            left_bytes = max(0, left_bytes - pool.limit_bytes)
+        return self._make_manager(self)
 
     def _drop_dead_models(self) -> None:
         for model in list(self._models):
@@ -323,7 +313,6 @@ class Router:
             self._models.remove(model)
             if model.manager is not None and model.manager is not self.default:
                 model.manager.close()
-                self._share_host_memory(self.managers)
 
 
 @contextlib.contextmanager

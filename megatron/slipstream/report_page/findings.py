@@ -175,8 +175,8 @@ def _target(rank: RankReport) -> Iterator[Observation]:
 
 def _host_limit(rank: RankReport) -> Iterator[Observation]:
     num_kept = rank.num_kept_for_host_memory + rank.total.num_kept_for_host_memory
-    # The engine's own warning about the limit says how much is needed.
-    if num_kept and not any("offload_host_memory_limit_bytes=" in w for w in rank.warnings):
+    # The engine's own warning about the limit says how much is needed, and who set it.
+    if num_kept and not any("host_memory_limit_bytes" in w for w in rank.warnings):
         limit = rank.host_memory_limit_bytes
         yield _problem(
             "Groups stay on the device because host memory is short",

@@ -41,6 +41,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
+from megatron.slipstream.integration.engine_setup import host_limit
 
 logger = logging.getLogger(__name__)
 
@@ -398,6 +399,11 @@ class AttachedEngine(OffloadEngine):
                 self._num_lost,
             )
         return counted
+
+    def close(self) -> None:
+        """Free the host memory, and give its share of the limit to other engines."""
+        super().close()
+        host_limit.leave(self.store.host_pool)
 
     def close_when_done(self) -> None:
         """Free the host memory once no pass waits for backward."""

@@ -24,7 +24,11 @@ from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration.attach.engine import AttachedEngine
 from megatron.slipstream.integration.attach.forward import ForwardHooks
 from megatron.slipstream.integration.attach.names import Match, Pattern, find_modules
-from megatron.slipstream.integration.engine_setup import open_backend, policy_options
+from megatron.slipstream.integration.engine_setup import (
+    host_limit,
+    open_backend,
+    policy_options,
+)
 from megatron.slipstream.integration.run_metadata import environment, settings
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.model_rules import MODEL_RULES
@@ -137,6 +141,7 @@ def attach(
         min_offloaded_tensor_size=min_offloaded_tensor_size,
         activation_offload_fraction=activation_offload_fraction,
     )
+    host_limit.join(engine.store.host_pool, config.offload_host_memory_limit_bytes)
     engine.report.settings = settings(own, config)
     attached = Attached(engine, model, matches)
     if isinstance(backend, CudaBackend):
