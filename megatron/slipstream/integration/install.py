@@ -84,10 +84,8 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         )
     seam = mcore_offload.PipelineOffloadManager
     current = seam.OFFLOAD_MGR
-    if isinstance(current, model_router.RoutedManager):
-        if current.config == config:
-            return current.router.default
-        current.router.close()
+    if isinstance(current, model_router.RoutedManager) and current.config == config:
+        return current.router.default
     backend = open_backend(config)
     features = [Feature.ENGINE, Feature.SYNC_FREE_DISPATCH]
     if isinstance(backend, CudaBackend):
@@ -97,7 +95,13 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     options = policy_options(config)
     make_manager = partial(_make_manager, config, backend, options)
     manager = model_router.Router(make_manager, _prepare_chunk).default
-    table.apply(*features)
+    try:
+        table.apply(*features)
+    except BaseException:
+        manager.router.close()  # The current engine stays, and gets the host memory back.
+        raise
+    if isinstance(current, model_router.RoutedManager):
+        current.router.close()
     table.undo(*(feature for feature in _FEATURES if feature not in features))
     set_before_first_call(None)
     seam.OFFLOAD_MGR = manager

@@ -84,6 +84,11 @@ class Driver {
 
   virtual void drop_host_contents(const std::vector<Copy>&, int) {}
 
+  template <typename Visit>
+  void references(const Visit& visit) {
+    visit(backend_);
+  }
+
   const Stream& stream(int number) const { return streams_[number]; }
 
   int number_of(const py::object& id) const {

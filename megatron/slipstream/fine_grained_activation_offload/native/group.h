@@ -15,7 +15,7 @@ struct Place {
   py::object name;
 };
 
-class Group : public std::enable_shared_from_this<Group> {
+class Group : public std::enable_shared_from_this<Group>, Alive<Group> {
  public:
   Group(py::object label, int64_t min_numel)
       : serial(next_serial_++), min_numel(min_numel), label_(std::move(label)) {

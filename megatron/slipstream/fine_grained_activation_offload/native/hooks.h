@@ -8,18 +8,22 @@
 #include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/PyInterpreter.h>
 
-#include "store.h"
+#include "steps.h"
 
 namespace slipstream {
 
+// Hooks hold the Python object that owns the store. Autograd owns the hooks, so the garbage
+// collector cannot see cycles through them.
 struct PackHook {
-  std::shared_ptr<Store> store;
+  py::object owner_of_store;
+  Store* store;
   std::shared_ptr<Group> group;
 };
 
 // The hook, not the store, holds the engine, so that the engine is freed with its last graph.
 struct UnpackHook {
-  std::shared_ptr<Store> store;
+  py::object owner_of_store;
+  Store* store;
   py::object engine;
 };
 
@@ -46,10 +50,11 @@ inline PyObject* call_unpack(UnpackHook& hook, PyObject* const* arguments, size_
 class Regions {
  public:
   // Returns the pack hook and the unpack hook.
-  static std::pair<py::object, py::object> hooks(const std::shared_ptr<Store>& store,
+  static std::pair<py::object, py::object> hooks(const py::object& owner_of_store, Store* store,
                                                  const std::shared_ptr<Group>& group,
                                                  const py::object& engine) {
-    return {PackHookObject::make({store, group}), UnpackHookObject::make({store, engine})};
+    return {PackHookObject::make({owner_of_store, store, group}),
+            UnpackHookObject::make({owner_of_store, store, engine})};
   }
 
   // Whether saved-tensor hooks other than an engine's are active.
@@ -61,14 +66,15 @@ class Regions {
   // Enters the region of the group that a mark in C++ started last. Appends to the engine's
   // `_regions` the flag's previous value, or None if the region has no hooks. Returns false, with
   // no effect, if Python must do it.
-  static bool enter(const py::object& engine, Store& store) {
+  static bool enter(const py::object& engine, const Steps& steps) {
     if (others_save()) return false;
+    Store& store = *steps.store;
     const auto group = std::exchange(store.started, nullptr);
     group->untracked_in = std::exchange(store.kept_in, py::none());
     const py::object regions = GET(engine, "_regions");
     py::object before = py::none();
     if (group->untracked_in.is_none()) {
-      auto [pack, unpack] = hooks(store.shared_from_this(), group, engine);
+      auto [pack, unpack] = hooks(steps.owner_of_store, steps.store, group, engine);
       at::SavedTensorDefaultHooks::lazy_initialize();
       at::SavedTensorDefaultHooks::push_hooks(owned(std::move(pack)), owned(std::move(unpack)));
       before = set_flag(GET(engine, "region_flag"), group->name);

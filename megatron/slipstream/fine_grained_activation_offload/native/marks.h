@@ -44,8 +44,8 @@ class Marks {
   static bool enter(const py::object& engine) {
     const Iteration now(GET(engine, "_now"));
     if (current_pass(now) == nullptr || now.has_started()) return false;
-    Store& store = *inside<Steps>(now.steps()).store;
-    return store.started && Regions::enter(engine, store);
+    const Steps& steps = inside<Steps>(now.steps());
+    return steps.store->started && Regions::enter(engine, steps);
   }
 
   // Ends the group of that name at its output `tensor`, which it returns with the end mark.

@@ -2,6 +2,7 @@
 
 // Python bindings.
 
+#include "collected.h"
 #include "marks.h"
 
 using namespace slipstream;
@@ -51,7 +52,7 @@ void bind_waits(py::module_& module) {
       .def_readonly("position", &Signal::position)
       .def_readonly("graph", &Signal::graph);
 
-  py::class_<Waits, std::shared_ptr<Waits>>(module, "Waits")
+  py::class_<Waits>(module, "Waits", collected<Waits>())
       .def(py::init<const py::object&>())
       .def_readwrite("graph", &Waits::graph)
       .def_readwrite("is_timed", &Waits::is_timed)
@@ -281,9 +282,8 @@ void bind_store(py::module_& module) {
   PackHookObject::make_type("slipstream_native.PackHook", nullptr, &call_pack);
   UnpackHookObject::make_type("slipstream_native.UnpackHook", nullptr, &call_unpack);
   module.attr("PackHook") = PackHookObject::type();
-  py::class_<Store, std::shared_ptr<Store>>(module, "Store")
-      .def(py::init<const py::object&, std::shared_ptr<Waits>, py::object, py::object,
-                    py::object>())
+  py::class_<Store>(module, "Store", collected<Store>())
+      .def(py::init<const py::object&, py::object, py::object, py::object, py::object>())
       .def_readwrite("pool", &Store::pool)
       .def("make_pass",
            [](Store& store, int64_t index, int64_t vp_stage, int64_t min_numel,
@@ -294,7 +294,11 @@ void bind_store(py::module_& module) {
       .def_readwrite("is_verified", &Store::is_verified)
       .def_readwrite("crosses_streams", &Store::crosses_streams)
       .def("pack", &Store::pack)
-      .def("hooks", &Regions::hooks)
+      .def("hooks",
+           [](const py::object& store, const std::shared_ptr<Group>& group,
+              const py::object& engine) {
+             return Regions::hooks(store, store.cast<Store*>(), group, engine);
+           })
       .def_static("commit", &Store::commit)
       .def("copy_out", &Store::copy_out)
       .def("release",
@@ -388,10 +392,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_group(module);
   bind_pass(module);
   bind_store(module);
-  py::class_<Steps> steps_class(module, "Steps");
+  py::class_<Steps> steps_class(module, "Steps", collected<Steps>());
   class_of<Steps> = reinterpret_cast<PyTypeObject*>(steps_class.ptr());
   steps_class
-      .def(py::init<std::shared_ptr<Store>, const py::iterable&, const py::iterable&,
+      .def(py::init<py::object, const py::iterable&, const py::iterable&,
                     const py::iterable&, py::object>())
       .def_readwrite("leaves_out_marks", &Steps::leaves_out_marks)
       .def("come_to", &Steps::come_to_any)
@@ -401,6 +405,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("call_before", [](const py::object& tensor, py::object function) {
     call_before(tensor, Callback(std::move(function)));
+  });
+  module.def("num_alive", [] {
+    py::dict numbers;
+    numbers["Store"] = Alive<Store>::number();
+    numbers["Steps"] = Alive<Steps>::number();
+    numbers["Pass"] = Alive<Pass>::number();
+    numbers["Group"] = Alive<Group>::number();
+    numbers["Storage"] = Alive<Storage>::number();
+    return numbers;
   });
   py::class_<HostTime>(module, "HostTime")
       .def_readwrite_static("is_taken", &HostTime::is_taken)

@@ -12,7 +12,7 @@ namespace slipstream {
 // of an iteration.
 using SpentGroups = std::vector<std::shared_ptr<Group>>;
 
-class Pass {
+class Pass : Alive<Pass> {
  public:
   Pass(int64_t index, int64_t vp_stage, int64_t min_numel, int64_t micro_batch,
        std::shared_ptr<SpentGroups> spent)

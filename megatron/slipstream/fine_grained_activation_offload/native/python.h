@@ -124,6 +124,13 @@ T& inside(py::handle object) {
   return *static_cast<T*>(instance->simple_value_holder[0]);
 }
 
+// Returns the C++ object inside a pybind11 object of this class; null before it is constructed.
+template <typename T>
+T* constructed(PyObject* object) {
+  const auto* instance = reinterpret_cast<py::detail::instance*>(object);
+  return instance->simple_layout ? static_cast<T*>(instance->simple_value_holder[0]) : nullptr;
+}
+
 inline std::string name_of(const py::object& member) { return py::str(member.attr("name")); }
 
 }  // namespace slipstream

@@ -113,15 +113,19 @@ class Keys {
   std::vector<std::vector<bool>> by_pass_;
 };
 
-class Steps {
+class Steps : Alive<Steps> {
  public:
   // Each step is (kind, key, name, actions), each action (kind, key, kept, numbers, object).
   // `untracked` has the keys of groups whose saved tensors need not be tracked, because the plan
   // keeps them on the device; `silent` those of groups whose backward marks may be left out;
-  // `trace` is the plan's trace.
-  Steps(std::shared_ptr<Store> store, const py::iterable& steps, const py::iterable& untracked,
+  // `trace` is the plan's trace; `store` is a `Store`.
+  Steps(py::object store, const py::iterable& steps, const py::iterable& untracked,
         const py::iterable& silent, py::object trace)
-      : store(std::move(store)), trace(std::move(trace)), untracked_(untracked), silent_(silent) {
+      : store(store.cast<Store*>()),
+        owner_of_store(std::move(store)),
+        trace(std::move(trace)),
+        untracked_(untracked),
+        silent_(silent) {
     for (const auto& item : steps) {
       const auto fields = py::reinterpret_borrow<py::tuple>(item);
       Step step{fields[0], place_of(fields[1], fields[2]), {}, false};
@@ -137,8 +141,16 @@ class Steps {
     }
   }
 
-  const std::shared_ptr<Store> store;
-  const py::object trace;
+  template <typename Visit>
+  void references(const Visit& visit) {
+    visit(owner_of_store);
+    visit(trace);
+  }
+
+  Store* const store;
+  // The Python object that owns `store`.
+  py::object owner_of_store;
+  py::object trace;
 
   // Whether marks of silent groups are left out: [Note: Silent groups] in plan_executor.py.
   bool leaves_out_marks = false;

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "alive.h"
 #include "host_layout.h"
 
 namespace slipstream {
@@ -80,7 +81,9 @@ struct Saved {
 
 // The objects that a store shares with its storages.
 struct Context {
-  std::shared_ptr<Waits> waits;
+  // The Python object that owns `waits`.
+  py::object owner_of_waits;
+  Waits* waits;
   // `CopyStreams`, for work left to Python.
   py::object copies;
   std::unordered_map<c10::StorageImpl*, class Storage*> by_memory;
@@ -88,7 +91,7 @@ struct Context {
 
 class Group;
 
-class Storage : public std::enable_shared_from_this<Storage> {
+class Storage : public std::enable_shared_from_this<Storage>, Alive<Storage> {
  public:
   Storage(const at::Tensor& tensor, std::shared_ptr<Group> owner, int64_t position, py::object pool,
           std::shared_ptr<Context> context)

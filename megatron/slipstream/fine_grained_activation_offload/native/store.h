@@ -37,18 +37,32 @@ inline bool has_opted_out(PyObject* tensor) {
   return false;
 }
 
-class Store : public std::enable_shared_from_this<Store> {
+class Store : Alive<Store> {
  public:
-  Store(const py::object& backend, std::shared_ptr<Waits> waits, py::object pool, py::object copies,
+  // `waits` is a `Waits`.
+  Store(const py::object& backend, py::object waits, py::object pool, py::object copies,
         py::object recorder)
       : pool(std::move(pool)),
-        waits_(waits),
+        waits_(waits.cast<Waits*>()),
         context_(std::make_shared<Context>()),
         backend_(backend),
         recorder_(std::move(recorder)),
         device_type_(c10::Device(backend.attr("device_type").cast<std::string>()).type()) {
-    context_->waits = std::move(waits);
+    context_->owner_of_waits = std::move(waits);
+    context_->waits = waits_;
     context_->copies = std::move(copies);
+  }
+
+  template <typename Visit>
+  void references(const Visit& visit) {
+    visit(pool);
+    visit(backend_);
+    visit(recorder_);
+    visit(kept_in);
+    if (context_.use_count() == 1) {  // No storage needs it.
+      visit(context_->owner_of_waits);
+      visit(context_->copies);
+    }
   }
 
   // The host pool for storages saved from now on.
@@ -337,7 +351,7 @@ class Store : public std::enable_shared_from_this<Store> {
     return tensor.is_view() && py::isinstance(wrap(at::Tensor(tensor._base())), python->parameter);
   }
 
-  std::shared_ptr<Waits> waits_;
+  Waits* waits_;
   std::shared_ptr<Context> context_;
   py::object backend_, recorder_;
   c10::DeviceType device_type_;

@@ -27,6 +27,11 @@ class Waits {
   // The edge whose waits are left out from now on; set by mutation tests.
   static inline Edge left_out = Edge::NONE;
 
+  template <typename Visit>
+  void references(const Visit& visit) {
+    driver->references(visit);
+  }
+
   std::unique_ptr<Driver> driver;
   // The graph being captured; 0 if none.
   int64_t graph = 0;
