@@ -26,6 +26,7 @@ from megatron.slipstream.plan.walk import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "models"
+UNITS = {"MiB": 1, "GiB": 1024}
 LLAMA = EXAMPLES / "llama3_8b.json"
 
 
@@ -83,6 +84,42 @@ def test_every_pipeline_rank_is_planned(small: Path, capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     assert "Plan of pipeline rank 1" in shown
     assert not re.search(r"^0\s+0-1", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "arguments, num_gpus, of_host",
+    [
+        ([], 1, 1),
+        (["--tp", 2, "--pp", 2], 4, 4),
+        (["--cp", 8, "--dp", 8], 64, 8),
+    ],
+)
+def test_gpus_and_host_memory_are_counted(
+    small: Path,
+    arguments: list[object],
+    num_gpus: int,
+    of_host: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert show("--hf-config", small, "--seq-length", 8192, *arguments) == 0
+    shown = capsys.readouterr().out
+    plural = "s" if num_gpus > 1 else ""
+    assert shown.startswith(f"config.json (llama) on {num_gpus} GPU{plural}: 4 layers")
+    line = re.search(r"^host memory: (.+) per rank at most, (.+) per node of (\d+) rank", shown,
+                     re.MULTILINE)  # fmt: skip
+    assert line
+    of_rank, of_node = (
+        float(text.split()[0]) * UNITS[text.split()[1]] for text in line.groups()[:2]
+    )
+    assert of_node == pytest.approx(of_rank * of_host, rel=0.05)
+    assert int(line[3]) == of_host
+    assert f"{line[1]} of this rank in use at most" in shown
+
+
+def test_experts_alone_decide_the_fewest_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--seq-length", 128, "--ep", 8, "--num-micro-batches", 1)
+    assert show("--hf-config", EXAMPLES / "mixtral_8x7b.json", *arguments, "--cp", 4) == 0
+    assert "on 8 GPUs" in capsys.readouterr().out
 
 
 def test_the_plan_is_that_of_the_shapes_trace(

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from reported_runs import make_trace
 from megatron.slipstream.cli import main
 from megatron.slipstream.cli_plan import sizes
 from megatron.slipstream.estimate import synthetic
+from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.plan.files import load_plan, save_trace
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "models"
@@ -92,8 +94,21 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (["--tp", "0"], "--tp=0 must be positive; set 1 or more"),
         (["--cp", "3"], "--seq-length=128 is not a multiple of 2 * --cp=6; change one of them"),
-        (["--pp", "3"], "num_layers=32 cannot be divided evenly among --pp=3 times 1 chunks; set "),
+        (
+            ["--pp", "3"],
+            "num_hidden_layers=32 cannot be divided evenly among --pp=3 times 1 chunks",
+        ),
         (["--pp", "4", "--vpp", "3"], "among --pp=4 times 3 chunks; set --decoder-first-pipeline"),
+        (
+            ["--pp", "2", "--decoder-last-pipeline-num-layers", "-4"],
+            "--decoder-last-pipeline-num-layers=-4 must be positive; set 1 or more",
+        ),
+        (
+            ["--pp", "2", "--decoder-first-pipeline-num-layers", "0"],
+            "--decoder-first-pipeline-num-layers=0 must be positive; set 1 or more",
+        ),
+        (["--vpp", "0"], "--vpp=0 must be positive; set 1 or more"),
+        (["--dp", "0"], "--dp=0 must be positive; set 1 or more"),
         (["--recompute-modules", "foo"], "--recompute-modules contains 'foo', which is not model"),
         (["--precision", "fp32"], "--attention-backend='fused' is not supported with --precision="),
         (
@@ -110,6 +125,62 @@ def test_messages_name_the_option_as_it_was_typed(
 ) -> None:
     given = ["--hf-config", str(DENSE), "--seq-length", "128", *arguments]
     assert message in refused(capsys, *given)
+
+
+MIXED_UP = [
+    ("mixtral_8x7b", {"num_experts_per_tok": 9}, [], "num_experts_per_tok=9 is not supported with "
+     "num_local_experts=8 because a token is sent to an expert at most once"),
+    ("deepseek_v3", {"num_experts_per_tok": 257}, [], "num_experts_per_tok=257 is not supported "
+     "with n_routed_experts=256"),
+    ("deepseek_v3", {"n_group": 8, "topk_group": 9}, [], "topk_group=9 is not supported with"),
+    ("deepseek_v3", {"n_group": 7}, [], "n_routed_experts=256 is not a multiple of n_group=7"),
+    ("deepseek_v3", {"n_group": 256, "topk_group": 4}, [], "num_experts_per_tok=8 is not supp"),
+    ("mixtral_8x7b", {}, ["--ep", "3"], "num_local_experts=8 is not a multiple of --ep=3"),
+    ("mixtral_8x7b", {}, ["--ep", "8", "--dp", "3"], "--dp=3 is not supported with --ep=8 because "
+     "experts are divided among 8 ranks, and a pipeline stage has 3; set --dp=8, or a multiple"),
+    ("llama3_8b", {"num_key_value_heads": 64}, [], "num_attention_heads=32 is not a multiple of "
+     "num_key_value_heads=64"),
+    ("llama3_8b", {"num_key_value_heads": 0}, [], "num_key_value_heads=0 is less than 1"),
+    ("llama3_8b", {"hidden_size": 4095}, [], "hidden_size=4095 is not a multiple of num_attention"),
+    ("llama3_8b", {"head_dim": 0}, [], "head_dim=0 is less than 1; correct the config.json"),
+    ("llama3_8b", {"hidden_size": -4096}, [], "hidden_size=-4096 is less than 1; correct the"),
+    ("llama3_8b", {}, ["--tp", "64"], "num_attention_heads=32 is not a multiple of --tp=64"),
+    ("llama3_8b", {"intermediate_size": 14337}, ["--tp", "2"], "intermediate_size=14337 is not a "
+     "multiple of --tp=2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model, changes, arguments, message", MIXED_UP)
+def test_a_mixed_up_config_is_refused_by_the_names_of_its_fields(
+    model: str,
+    changes: dict[str, int],
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads((EXAMPLES / f"{model}.json").read_text()) | changes))
+    line = refused(capsys, "--hf-config", str(path), "--seq-length", "128", *arguments)
+    assert message in line
+    assert ";" in line, "no cure"
+
+
+def test_layers_that_a_config_does_not_have_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 128,
+        "intermediate_size": 64, "moe_intermediate_size": 64, "num_experts": 4,
+        "num_experts_per_tok": 2, "model_type": "qwen3_moe",
+    }  # fmt: skip
+    for changes, message in (
+        ({"mlp_only_layers": [2]}, "names layer 2, but num_hidden_layers=2"),
+        ({"sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 is less than 1"),
+    ):
+        path.write_text(json.dumps(config | changes))
+        with pytest.raises(ValueError, match=message):
+            load_hub_config(path)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +231,12 @@ def test_a_plan_that_would_take_minutes_names_the_most_that_is_planned(
             "--seq-length=8192000000000000000 is too large to plan",
         ),
         (
-            ["--seq-length", "819200000000", "--micro-batch-size", "2"],
-            "--seq-length=819200000000, --micro-batch-size=2, --num-micro-batches=2: the activatio",
+            ["--seq-length", "1000000000"],
+            "--seq-length=1000000000 is too large to plan; set 134217728 or less",
+        ),
+        (
+            ["--seq-length", "100000000", "--micro-batch-size", "10000"],
+            "--seq-length=100000000, --micro-batch-size=10000, --num-micro-batches=2: the activati",
         ),
     ],
 )

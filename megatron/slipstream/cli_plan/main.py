@@ -272,7 +272,7 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
     ranks = _plan_ranks(configured, speed, policy, options)
     write(describe(configured, speed), sys.stdout)
     write(layer_tables(configured, speed), sys.stdout)
-    write(rank_table(ranks, speed.memory_gib), sys.stdout)
+    write(rank_table(ranks, speed.memory_gib, configured.num_ranks_of_host), sys.stdout)
     shown = ranks[0]
     if shown.plan is None:
         sys.stdout.write(

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.slipstream.cli_plan.options import UNTIMED, flag_of
 from megatron.slipstream.estimate.gpus import DEFAULT_ACHIEVED_SHARE, Speed, find_speed
-from megatron.slipstream.estimate.hugging_face import load_hub_config
+from megatron.slipstream.estimate.hugging_face import HubModel, load_hub_config
 from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.training_command import read_flags, split_command
 from megatron.slipstream.estimate.training_setup import (
     Configured,
     default_micro_batches,
+    fewest_data_parallel_ranks,
     usable_modules,
 )
 from megatron.slipstream.integration.flag_names import refuse_misspelt_flags
@@ -60,7 +62,10 @@ def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configur
             "imported; install megatron-core, or give --hf-config"
         ) from error
     num_processes = command.ranks_per_host and command.ranks_per_host * command.num_hosts
-    return configured_by_flags(command.flags, num_processes, options.num_micro_batches)
+    configured = configured_by_flags(
+        command.flags, num_processes, options.num_micro_batches, options.state_gib
+    )
+    return replace(configured, ranks_per_host=command.ranks_per_host)
 
 
 def _by_hub_config(options: argparse.Namespace) -> Configured:
@@ -71,6 +76,13 @@ def _by_hub_config(options: argparse.Namespace) -> Configured:
             "training; set it"
         )
     _refuse_without_effect(model.fields, options)
+    try:
+        return _of_hub_model(model, options)
+    except ValueError as error:
+        raise ValueError(model.in_its_words(str(error))) from error
+
+
+def _of_hub_model(model: HubModel, options: argparse.Namespace) -> Configured:
     shape = _hub_shape(model.fields, options)
     count = options.num_micro_batches
     given = {"min_numel": options.min_offloaded_tensor_size}
@@ -111,6 +123,8 @@ def _hub_shape(fields: dict[str, Any], options: argparse.Namespace) -> ModelShap
 
     names = ("tp", "sequence_parallel", "cp", "pp", "vpp", "ep", "etp", "dp")
     parallelism = Parallelism(**chosen(*names))
+    if options.dp is None:
+        parallelism = replace(parallelism, dp=fewest_data_parallel_ranks(parallelism))
     return ModelShape(
         **fields,
         **chosen("seq_length", "micro_batch_size", "precision", "attention_backend"),
@@ -130,6 +144,10 @@ def _layers_per_chunk(
         return ()
     num_stages = options.vpp or 1
     rest, others = num_layers - sum(given.values()), pp - len(given)
+    few = [(rank, count) for rank, count in given.items() if count < 1]
+    for rank, count in few:
+        flag = flag_of("last" if rank else "first", options)
+        raise ValueError(f"{flag}={count} must be positive; set 1 or more")
     if pp == 1 or pp > num_layers or rest < 0 or (rest % others if others else rest):
         named = {"first": options.first, "last": options.last}
         flags = [f"{flag_of(name, options)}={n}" for name, n in named.items() if n is not None]

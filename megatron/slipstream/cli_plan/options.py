@@ -101,7 +101,11 @@ TRAINING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "dp": (
         ("--data-parallel-size", "--dp"),
-        {"type": int, "help": "ranks that share the optimizer's state (default: 1)"},
+        {
+            "type": int,
+            "help": "replicas of the model, which share the optimizer's state with the "
+            "context-parallel ranks (default: the fewest)",
+        },
     ),
     "recompute_modules": (
         ("--recompute-modules",),

@@ -8,8 +8,10 @@ Nothing is downloaded. The file does not describe how the model is trained.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.estimate.file_errors import wrong_with
@@ -24,6 +26,12 @@ class HubModel(NamedTuple):
     """Fields of :class:`~megatron.slipstream.estimate.model_shapes.ModelShape`."""
     notes: tuple[str, ...] = ()
     """Features that a plan ignores."""
+    names: Mapping[str, str] = MappingProxyType({})
+    """Names of the file's fields, by megatron's."""
+
+    def in_its_words(self, message: str) -> str:
+        """Replace megatron's names in a message by those of the file's fields."""
+        return re.sub(r"(?<![\w-])[a-z]\w*", lambda word: self.names.get(word[0], word[0]), message)
 
 
 def load_hub_config(path: Path) -> HubModel:
@@ -53,7 +61,34 @@ def load_hub_config(path: Path) -> HubModel:
             "megatron's own flags after -- instead"
         )
     fields = convert(reader)
-    return HubModel(config["model_type"], fields, tuple(_notes(config, reader, fields)))
+    names = {**_NAMES, **_NAMES_OF.get(config["model_type"], {})}
+    return HubModel(config["model_type"], fields, tuple(_notes(config, reader, fields)), names)
+
+
+_NAMES: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "ffn_hidden_size": "intermediate_size",
+    "window_size": "sliding_window",
+    "share_embeddings_and_output_weights": "tie_word_embeddings",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_router_num_groups": "n_group",
+    "moe_router_group_topk": "topk_group",
+}
+"""The fields of config.json by megatron's names, where these differ."""
+
+_NAMES_OF: Mapping[str, Mapping[str, str]] = {
+    "mixtral": {"num_experts": "num_local_experts", "moe_ffn_hidden_size": "intermediate_size"},
+    "deepseek_v3": {
+        "num_experts": "n_routed_experts",
+        "moe_shared_expert_intermediate_size": "n_shared_experts * moe_intermediate_size",
+    },
+}
+"""The same where a ``model_type`` has its own."""
 
 
 class _Config:
@@ -63,9 +98,9 @@ class _Config:
         self._path = path
         self._config = config
 
-    def number(self, name: str) -> int:
+    def number(self, name: str, least: int = 1) -> int:
         """Return a required number."""
-        value = self.optional(name)
+        value = self.optional(name, least)
         if value is None:
             raise ValueError(
                 f"{self._path}: {name!r} is missing, which model_type="
@@ -73,11 +108,19 @@ class _Config:
             )
         return value
 
-    def optional(self, name: str) -> Optional[int]:
+    def optional(self, name: str, least: int = 1) -> Optional[int]:
         """Return a number, or None if it is null or missing."""
         value = self._config.get(name)
-        if value is not None and (type(value) is not int or value < 0):
-            raise ValueError(f"{self._path}: {name}={value!r} is not a number")
+        if value is None:
+            return None
+        if type(value) is not int:
+            raise ValueError(
+                f"{self._path}: {name}={value!r} is not a number; correct the config.json"
+            )
+        if value < least:
+            raise ValueError(
+                f"{self._path}: {name}={value} is less than {least}; correct the config.json"
+            )
         return value
 
     def num_layers(self) -> int:
@@ -104,20 +147,27 @@ class _Config:
     @property
     def num_windowed(self) -> int:
         """The number of layers whose attention is limited to ``sliding_window`` tokens."""
-        if not self.optional("sliding_window"):
+        if not self.optional("sliding_window", 0):
             return 0
         count = self.num_layers()
         if kinds := self.list_of("layer_types", str):
+            if len(kinds) != count:
+                raise ValueError(
+                    f"{self._path}: layer_types has {len(kinds)} entries, but "
+                    f"num_hidden_layers={count}; correct the config.json"
+                )
             return kinds.count("sliding_attention")
         if self._config["model_type"].startswith("qwen"):
-            first = self.optional("max_window_layers") or 0
+            first = self.optional("max_window_layers", 0) or 0
             return max(0, count - first) if self.flag("use_sliding_window") else 0
         return count
 
     @property
     def window(self) -> Optional[int]:
         """The window of every layer; None if any layer has none."""
-        return self.optional("sliding_window") if self.num_windowed == self.num_layers() else None
+        return (
+            self.optional("sliding_window", 0) if self.num_windowed == self.num_layers() else None
+        )
 
 
 def _notes(config: Mapping[str, Any], reader: _Config, fields: Mapping[str, Any]) -> list[str]:
@@ -179,6 +229,11 @@ def _qwen3_moe(config: _Config) -> dict[str, Any]:
     step = config.optional("decoder_sparse_step") or 1
     dense = config.list_of("mlp_only_layers", int)
     layers = range(config.num_layers())
+    if absent := sorted(set(dense) - set(layers)):
+        raise ValueError(
+            f"mlp_only_layers={dense} names layer {absent[0]}, but "
+            f"num_hidden_layers={len(layers)}; correct the config.json"
+        )
     experts = Experts(
         config.number("num_experts"),
         config.number("num_experts_per_tok"),
@@ -190,7 +245,7 @@ def _qwen3_moe(config: _Config) -> dict[str, Any]:
 
 def _deepseek_v3(config: _Config) -> dict[str, Any]:
     width = config.number("moe_intermediate_size")
-    first = config.number("first_k_dense_replace")
+    first = config.number("first_k_dense_replace", 0)
     step = config.optional("moe_layer_freq") or 1
     layers = range(config.num_layers())
     latent = LatentAttention(
@@ -204,7 +259,9 @@ def _deepseek_v3(config: _Config) -> dict[str, Any]:
         config.number("n_routed_experts"),
         config.number("num_experts_per_tok"),
         width,
-        width * (config.optional("n_shared_experts") or 0),
+        width * (config.optional("n_shared_experts", 0) or 0),
+        config.optional("n_group"),
+        config.optional("topk_group"),
     )
     return _llama(config) | {
         "num_query_groups": None,

@@ -8,7 +8,6 @@ derives the tensors that a layer saves, :mod:`layer_costs` its compute time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, Optional
@@ -27,8 +26,8 @@ RECOMPUTE_MODULES = (
 MAX_LAYERS = 10_000
 """Upper limit on the number of layers; setting up a plan with more would take minutes."""
 
-MAX_SIZE = 1 << 40
-"""Upper limit on every other number, so that a product of a few of them fits a float."""
+MAX_SIZE = 1 << 27
+"""Upper limit on every other number. No training has a sequence of more tokens."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,10 @@ class Experts:
     """Width of each expert."""
     shared_ffn_hidden_size: int = 0
     """Width of all shared experts together; 0 without shared experts."""
+    num_groups: Optional[int] = None
+    """Groups of experts (``moe_router_num_groups``); None without group-limited routing."""
+    group_topk: Optional[int] = None
+    """Groups among whose experts a token's are chosen (``moe_router_group_topk``)."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,13 @@ class Parallelism:
     ep: int = 1
     etp: int = 1
     dp: int = 1
-    """Data-parallel ranks that shard the optimizer state; 1 if it is not sharded."""
+    shards_optimizer: bool = True
+    """Whether ``dp * cp`` ranks divide the optimizer's state (megatron's distributed optimizer)."""
+
+    @property
+    def num_gpus(self) -> int:
+        """Ranks of the training."""
+        return self.tp * self.cp * self.pp * self.dp
 
 
 class Chunk(NamedTuple):
@@ -141,7 +150,10 @@ class ModelShape:
     """Layers of each chunk, ``[pp rank][virtual stage]``; empty divides them evenly."""
 
     def __post_init__(self) -> None:
-        for message in self._problems():
+        # The checks need these classes.
+        from megatron.slipstream.estimate.shape_checks import problems
+
+        for message in problems(self):
             raise ValueError(message)
 
     # Derived sizes
@@ -235,134 +247,3 @@ class ModelShape:
         if self.experts is None:
             raise ValueError("the model has no experts (num_experts is not set)")
         return self.experts
-
-    # Validation
-
-    def _problems(self) -> Iterator[str]:
-        yield from self._wrong_sizes()
-        yield from self._wrong_choices()
-        yield from self._indivisible()
-        yield from self._wrong_layers()
-
-    def _wrong_sizes(self) -> Iterator[str]:
-        sizes = {
-            name: getattr(self, name)
-            for name in (
-                *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"),
-                *("vocab_size", "seq_length", "micro_batch_size"),
-            )
-        }
-        for part in (self.parallelism, self.latent_attention, self.experts):
-            if part is not None:
-                sizes |= {k: v for k, v in vars(part).items() if type(v) is int}
-        sizes.pop("shared_ffn_hidden_size", None)
-        for name, value in sizes.items():
-            if value < 1:
-                yield f"{name}={value} must be positive; set 1 or more"
-            limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
-            if value > limit:
-                yield f"{name}={value} is too large to plan; set {limit} or less"
-
-    def _wrong_choices(self) -> Iterator[str]:
-        for name, value, choices in (
-            ("precision", self.precision, tuple(BYTES_OF)),
-            ("attention_backend", self.attention_backend, ATTENTION_BACKENDS),
-            ("cp_comm_type", self.parallelism.cp_comm_type, CONTEXT_PARALLELISMS),
-        ):
-            if value not in choices:
-                yield f"{name}={value!r} is not modelled; set one of {', '.join(choices)}"
-        for name in sorted(self.recompute_modules - set(RECOMPUTE_MODULES)):
-            yield (
-                f"recompute_modules contains {name!r}, which is not modelled; "
-                f"set some of {', '.join(RECOMPUTE_MODULES)}"
-            )
-        if self.attention_backend == "local" and self.parallelism.cp > 1:
-            yield (
-                f"context_parallel_size={self.parallelism.cp} is not supported with "
-                "attention_backend='local' because megatron-core's own core attention is not "
-                "divided; set 'fused' or 'flash'"
-            )
-        if self.attention_backend == "unfused" and self.parallelism.cp > 1:
-            yield (
-                f"context_parallel_size={self.parallelism.cp} is not supported with "
-                "attention_backend='unfused' because Transformer Engine divides fused kernels "
-                "only; set 'fused' or 'flash'"
-            )
-        if self.attention_backend in ("fused", "flash") and self.precision == "fp32":
-            yield (
-                f"attention_backend={self.attention_backend!r} is not supported with "
-                "precision='fp32' because its kernels have 16-bit inputs; set 'unfused' or 'local'"
-            )
-        if "mla_up_proj" in self.recompute_modules and self.latent_attention is None:
-            yield (
-                "recompute_modules contains 'mla_up_proj', but the model has no multi-latent "
-                "attention; remove it"
-            )
-
-    def _indivisible(self) -> Iterator[str]:
-        par, experts = self.parallelism, self.experts
-        shares = [
-            ("num_attention_heads", self.num_attention_heads, "tensor_model_parallel_size", par.tp),
-            ("ffn_hidden_size", self.ffn_hidden_size, "tensor_model_parallel_size", par.tp),
-            (
-                "num_attention_heads",
-                self.num_attention_heads,
-                "num_query_groups",
-                self.query_groups,
-            ),
-            # To balance load, each context-parallel rank gets a part of both sequence halves.
-            ("seq_length", self.seq_length, "2 * context_parallel_size", 2 * par.cp),
-        ]
-        if par.cp == 1:
-            shares.pop()
-        if par.sequence_parallel:
-            name = "tensor_model_parallel_size (sequence_parallel)"
-            shares.append(("seq_length / context_parallel_size", self.sequence, name, par.tp))
-        if experts is not None:
-            count, width = experts.num_experts, experts.ffn_hidden_size
-            shares.append(("num_experts", count, "expert_model_parallel_size", par.ep))
-            shares.append(("moe_ffn_hidden_size", width, "expert_tensor_parallel_size", par.etp))
-        for name, value, by, divisor in shares:
-            if value % divisor:
-                yield f"{name}={value} is not a multiple of {by}={divisor}; change one of them"
-        if max(self.query_groups, par.tp) % min(self.query_groups, par.tp):
-            yield (
-                f"num_query_groups={self.query_groups} and tensor_model_parallel_size={par.tp} "
-                "must divide one another; change one of them"
-            )
-
-    def _wrong_layers(self) -> Iterator[str]:
-        par = self.parallelism
-        if self.moe_layers and len(self.moe_layers) != self.num_layers:
-            yield (
-                f"moe_layer_freq has {len(self.moe_layers)} entries, but "
-                f"num_layers={self.num_layers}; give one entry per layer"
-            )
-        if self.experts is None and any(self.moe_layers):
-            yield "moe_layer_freq names layers with experts, but num_experts is not set; set it"
-        if self.experts is not None and par.tp > 1 and not par.sequence_parallel:
-            yield (
-                f"tensor_model_parallel_size={par.tp} is not supported with experts without "
-                "sequence_parallel because megatron-core requires it; set sequence_parallel"
-            )
-        if par.vpp is not None and par.pp == 1:
-            yield (
-                f"virtual_pipeline_model_parallel_size={par.vpp} is not supported with "
-                "pipeline_model_parallel_size=1 because only the chunks of several stages can be "
-                "interleaved; leave it out"
-            )
-        num_stages = par.vpp or 1
-        if not self.layers_per_chunk:
-            if self.num_layers % (par.pp * num_stages):
-                yield (
-                    f"num_layers={self.num_layers} cannot be divided evenly among "
-                    f"pipeline_model_parallel_size={par.pp} times {num_stages} chunks; set "
-                    "decoder_first_pipeline_num_layers or decoder_last_pipeline_num_layers"
-                )
-            return
-        is_table = [len(stages) for stages in self.layers_per_chunk] == [num_stages] * par.pp
-        if not is_table or sum(map(sum, self.layers_per_chunk)) != self.num_layers:
-            yield (
-                f"layers_per_chunk={self.layers_per_chunk} does not give {par.pp} ranks with "
-                f"{num_stages} chunks and {self.num_layers} layers in all; give one count for each"
-            )

@@ -53,14 +53,16 @@ def num_parameters(shape: ModelShape, pp_rank: int) -> NumParameters:
 def state_bytes(shape: ModelShape, pp_rank: int) -> int:
     """Return the bytes of a pipeline rank's weights, gradients and optimizer state.
 
-    The optimizer state is sharded over data-parallel (``Parallelism.dp``) and context-parallel
-    ranks, as in megatron's distributed optimizer.
+    megatron's distributed optimizer (``Parallelism.shards_optimizer``) divides its state among all
+    ranks with the same weights: data-parallel and context-parallel ones.
     """
     par = shape.parallelism
     found = num_parameters(shape, pp_rank)
     optimizer = OPTIMIZER_BYTES - (4 if shape.precision == "fp32" else 0)
-    ranks = par.dp * par.cp if par.dp > 1 else 1
-    expert_ranks = max(1, ranks * par.tp // (par.ep * par.etp)) if par.dp > 1 else 1
+    ranks = par.dp * par.cp if par.shards_optimizer else 1
+    expert_ranks = 1
+    if par.shards_optimizer:
+        expert_ranks = max(1, ranks * par.tp // (par.ep * par.etp))
     each = shape.element_bytes + GRADIENT_BYTES
     return int(
         found.total * each

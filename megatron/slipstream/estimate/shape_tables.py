@@ -153,7 +153,8 @@ def describe(configured: Configured, speed: Speed) -> Iterator[Line]:
         parts.append(" ".join(divided))
     if shape.recompute_modules:
         parts.append("recomputing " + " ".join(sorted(shape.recompute_modules)))
-    yield f"{configured.title}: {', '.join(parts)}"
+    gpus = f"{par.num_gpus} GPU{'s' if par.num_gpus > 1 else ''}"
+    yield f"{configured.title} on {gpus}: {', '.join(parts)}"
     link = speed.bandwidth
     origin = "" if speed.is_link_measured else ", assumed"
     memory = f", {speed.memory_gib:g} GiB" if speed.memory_gib else ""
@@ -233,8 +234,16 @@ def _what_hides(parts: Sequence[PartBytes], window: LayerWindow, speed: Speed) -
     )
 
 
-def rank_table(ranks: Sequence[RankPlan], memory_gib: Optional[float]) -> Iterator[Line]:
-    """Tabulate the memory of each pipeline rank, without and with a plan."""
+def rank_table(
+    ranks: Sequence[RankPlan], memory_gib: Optional[float], num_ranks_of_host: int
+) -> Iterator[Line]:
+    """Tabulate the memory of each pipeline rank, without and with a plan.
+
+    Args:
+        ranks: The planned pipeline ranks.
+        memory_gib: The GPU's memory; None if it is not known.
+        num_ranks_of_host: Ranks that share a host's memory.
+    """
     table = _table(
         "Pipeline ranks",
         *("rank", "layers", "in flight", "state", "saved", "peak", "planned peak", "moved"),
@@ -256,6 +265,13 @@ def rank_table(ranks: Sequence[RankPlan], memory_gib: Optional[float]) -> Iterat
         "that these keep;\nstate: weights, gradients, optimizer; moved: each way in an iteration."
     )
     yield text
+    host_bytes = max(r.simulation.peak_host_bytes if r.simulation else 0 for r in ranks)
+    if host_bytes:
+        yield (
+            f"host memory: {format_bytes(host_bytes)} per rank at most, "
+            f"{format_bytes(host_bytes * num_ranks_of_host)} per node of {num_ranks_of_host}"
+            f" rank{'s' if num_ranks_of_host > 1 else ''}"
+        )
     if memory_gib:
         over = [
             str(rank.pp_rank)

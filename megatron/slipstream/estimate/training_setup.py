@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Optional
 
 from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.saved_tensors import MODULES, marked_modules
@@ -31,12 +33,20 @@ class Configured:
     """megatron-core's ``delta_offload_bytes_across_pp_ranks``."""
     notes: tuple[str, ...] = ()
     """Limits and assumptions of the plan."""
+    ranks_per_host: Optional[int] = None
+    """Ranks that share a host's memory; None for 8, or all if there are fewer."""
+
+    @property
+    def num_ranks_of_host(self) -> int:
+        """``ranks_per_host`` with its default."""
+        return self.ranks_per_host or min(8, self.shape.parallelism.num_gpus)
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1:
             raise ValueError(
                 f"--num-micro-batches={self.num_micro_batches} must be positive; set 1 or more"
             )
+        _check_ranks(self.shape.parallelism)
         check_modules(self.shape, self.modules)
 
 
@@ -55,6 +65,24 @@ def default_micro_batches(parallelism: Parallelism) -> int:
     if parallelism.pp == 1:
         return 2
     return 2 * max(parallelism.pp, parallelism.group_size or 0)
+
+
+def fewest_data_parallel_ranks(parallelism: Parallelism) -> int:
+    """Return the smallest ``dp`` with which both dense and expert group sizes divide the ranks."""
+    dense, experts = parallelism.tp * parallelism.cp, parallelism.ep * parallelism.etp
+    return max(1, math.lcm(dense, experts) // max(1, dense))
+
+
+def _check_ranks(parallelism: Parallelism) -> None:
+    par = parallelism
+    ranks = par.dp * par.tp * par.cp
+    if ranks % (par.ep * par.etp):
+        fewest = fewest_data_parallel_ranks(par)
+        raise ValueError(
+            f"data_parallel_size={par.dp} is not supported with expert_model_parallel_size={par.ep}"
+            f" because experts are divided among {par.ep * par.etp} ranks, and a pipeline stage "
+            f"has {ranks}; set data_parallel_size={fewest}, or a multiple of it"
+        )
 
 
 def check_modules(shape: ModelShape, modules: tuple[str, ...]) -> None:

@@ -47,6 +47,7 @@ def configured_by_flags(
     flags: Sequence[str],
     num_processes: Optional[int] = None,
     num_micro_batches: Optional[int] = None,
+    state_gib: Optional[float] = None,
 ) -> Configured:
     """Return the training setup that megatron's flags describe.
 
@@ -58,17 +59,21 @@ def configured_by_flags(
             parallelism.
         num_micro_batches: Number of micro-batches to plan; None for those of an iteration, or
             fewer if they suffice to show its steady state.
+        state_gib: Weights, gradients and optimizer of a rank as the user gives them; None derives
+            them from the parameters, for which some options are refused.
 
     Raises:
         ValueError: Training would refuse the flags on any machine, or they cannot be planned.
     """
-    with dry_run.as_in_training(CUDA_DEVICE_MAX_CONNECTIONS="1"):
+    # Tensor parallelism requires 1 on older GPUs, and FSDP more.
+    connections = "32" if {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(flags) else "1"
+    with dry_run.as_in_training(CUDA_DEVICE_MAX_CONNECTIONS=connections):
         cpu_only.install_training_shims()
         args = dry_run.parse_for(flags, num_processes)
         validation.apply_tokenizer(args)
         require(check_options(args))
         config = _config(args)
-    require(check_rules(PLAN_RULES, _facts(args, config)))
+    require(check_rules(PLAN_RULES, _facts(args, config, state_gib)))
     return _configured(args, config, num_micro_batches)
 
 
@@ -107,10 +112,10 @@ def _hide_fusions(args: Any) -> dict[str, Any]:
     return fused
 
 
-def _facts(args: Any, config: Any) -> SimpleNamespace:
+def _facts(args: Any, config: Any, state_gib: Optional[float]) -> SimpleNamespace:
     """Return options by name: the configuration's if set, else the arguments'."""
     of_config = {name: value for name, value in vars(config).items() if value}
-    merged = SimpleNamespace(**{**vars(args), **of_config})
+    merged = SimpleNamespace(**{**vars(args), **of_config, "state_gib": state_gib})
     return facts_of(merged, PLAN_RULES, (), {"cuda_graph_impl": "none", "num_moe_experts": None})
 
 
@@ -127,14 +132,56 @@ _NOT_MODELLED = (
     *("fp32_residual_connection", "cpu_offloading", "moe_expert_capacity_factor"),
     *("moe_latent_size", "moe_apply_probs_on_input", "use_transformer_engine_op_fuser"),
     *("use_te_activation_func", "activation_func_fp8_input_store"),
-    "overlap_moe_expert_parallel_comm",
+    *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute"),
+    *("moe_paged_stash", "moe_expert_rank_capacity_factor", "fused_residual_rmsnorm"),
+    *("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
+    *("use_kitchen_attention", "hybrid_context_parallel", "logits_load_dir", "perform_rl"),
+    *("heterogeneous_layers_config_encoded_json", "use_fused_weighted_squared_relu"),
+    "overlap_dispatch_backward_with_experts_wgrad",
 )
 """Options that change what layers save."""
+
+_OTHER_STATE = (
+    *("optimizer_cpu_offload", "use_precision_aware_optimizer", "use_megatron_fsdp"),
+    *("use_torch_fsdp2", "fp8_param_gather", "fp4_param_gather", "freeze_all_layers"),
+)
+"""Options that change the memory of weights, gradients and optimizer."""
 
 
 def _not_modelled(option: str, accepts: Optional[Predicate] = None) -> Rule:
     return _unsupported(option, "what its layers save is not modelled", "leave it out", accepts)
 
+
+def _other_state(option: str, accepts: Optional[Predicate] = None) -> Rule:
+    return unsupported(
+        "with a plan from flags",
+        lambda f: f.state_gib is None,
+        option,
+        "state is planned as 16-bit weights, their gradients in float32 and Adam's state in "
+        "float32, all on the GPU",
+        "set --state-gib to the GiB of weights, gradients and optimizer on a rank",
+        accepts,
+    )
+
+
+STATE_RULES: tuple[Rule, ...] = (
+    *map(_other_state, _OTHER_STATE),
+    _other_state("optimizer", is_one_of("optimizer", ("adam",))),
+    # It is off with grad_reduce_in_bf16, with another main_grads_dtype, and by default in fp16.
+    _other_state(
+        "accumulate_allreduce_grads_in_fp32",
+        lambda f: f.accumulate_allreduce_grads_in_fp32 or not (f.fp16 or f.bf16),
+    ),
+    _other_state(
+        "num_distributed_optimizer_instances",
+        lambda f: (f.num_distributed_optimizer_instances or 1) <= 1,
+    ),
+    _other_state("gtp_weight_remat_size", lambda f: (f.gtp_weight_remat_size or 1) <= 1),
+    _other_state(
+        "expert_gtp_weight_remat_size", lambda f: (f.expert_gtp_weight_remat_size or 1) <= 1
+    ),
+)
+"""Restrictions of the state that is derived from the parameters."""
 
 PLAN_RULES: tuple[Rule, ...] = (
     _unsupported("fp8", _BY_RECIPE, _IN_16_BITS),
@@ -161,6 +208,18 @@ PLAN_RULES: tuple[Rule, ...] = (
         "set --moe-grouped-gemm",
         lambda f: not f.num_moe_experts or f.moe_grouped_gemm,
     ),
+    _unsupported(
+        "moe_token_dispatcher_type",
+        "the tokens that it gathers are not modelled",
+        "set --moe-token-dispatcher-type alltoall",
+        # With one rank, nothing is gathered.
+        lambda f: (
+            f.moe_token_dispatcher_type != "allgather"
+            or not f.num_moe_experts
+            or f.expert_model_parallel_size == f.tensor_model_parallel_size == 1
+        ),
+    ),
+    *STATE_RULES,
     option_rule(
         "vocab_size",
         lambda f: getattr(f, "padded_vocab_size", None) is None,
@@ -170,6 +229,14 @@ PLAN_RULES: tuple[Rule, ...] = (
     ),
 )
 """Restrictions of a plan on options that training supports."""
+
+
+ESTIMATED = {
+    "cross_entropy_loss_fusion": "the loss is planned without cross_entropy_loss_fusion, which "
+    "saves memory at the end of the last stage",
+    "fp16_lm_cross_entropy": "the loss is planned in float32, without fp16_lm_cross_entropy",
+}
+"""Options with which figures of the output layer are too high, and what is noted about it."""
 
 
 def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Configured:
@@ -185,10 +252,13 @@ def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Con
     modules = tuple(args.offload_modules or ()) if config.fine_grained_activation_offloading else ()
     if not modules:
         notes.append("the flags offload nothing; planned as if all modules might move")
+    notes += [note for option, note in ESTIMATED.items() if getattr(args, option, None)]
+    if args.position_embedding_type == "learned_absolute":
+        notes.append("state leaves out the position embeddings, of max_position_embeddings rows")
     if args.attention_backend.name == "auto" and args.transformer_impl != "local":
         notes.append(f"attention_backend=auto is taken to be {shape.attention_backend}")
     return Configured(
-        f"megatron's flags on {args.world_size} GPU{'s' if args.world_size > 1 else ''}",
+        "megatron's flags",
         shape,
         modules or usable_modules(shape),
         num_micro_batches if num_micro_batches is not None else min(in_iteration, limit),
@@ -200,7 +270,6 @@ def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Con
 
 
 def _shape(args: Any, config: Any) -> ModelShape:
-    dp = args.data_parallel_size if args.use_distributed_optimizer else 1
     cp_comm_type = args.cp_comm_type
     if isinstance(cp_comm_type, list):  # One for all layers, or one for each.
         cp_comm_type = cp_comm_type[0]
@@ -214,7 +283,12 @@ def _shape(args: Any, config: Any) -> ModelShape:
         # Without rotary embeddings there are no rotary tables.
         apply_rope_fusion=config.apply_rope_fusion or args.position_embedding_type != "rope",
     )
-    parallelism = replace(shape.parallelism, dp=dp, cp_comm_type=cp_comm_type or "p2p")
+    parallelism = replace(
+        shape.parallelism,
+        dp=args.data_parallel_size,
+        shards_optimizer=bool(args.use_distributed_optimizer),
+        cp_comm_type=cp_comm_type or "p2p",
+    )
     return replace(shape, parallelism=parallelism)
 
 
@@ -284,6 +358,8 @@ def _experts(config: Any) -> Optional[Experts]:
         config.moe_router_topk,
         config.moe_ffn_hidden_size,
         config.moe_shared_expert_intermediate_size or 0,
+        config.moe_router_num_groups,
+        config.moe_router_group_topk,
     )
 
 

@@ -147,7 +147,9 @@ class Simulation:
     def overhead_percent(self) -> float:
         """Time that the plan adds to the iteration, in percent of compute time."""
         if self.compute_ms > 0:
-            return 100.0 * (self.total_ms - self.compute_ms) / self.compute_ms
+            # Sums of long iterations differ in their last digits.
+            added_ms = max(0.0, self.total_ms - self.compute_ms)
+            return 100.0 * added_ms / self.compute_ms
         return math.inf if self.total_ms > 0 else 0.0
 
     @property
@@ -162,7 +164,7 @@ class Simulation:
     def step_time_text(self) -> str:
         """Breakdown of the step time."""
         parts = [f"{self.compute_ms:.1f} ms compute", f"{self.stall_ms:.1f} ms stalls"]
-        rest = f"{self.total_ms - self.compute_ms - self.stall_ms:.1f}"
+        rest = f"{max(0.0, self.total_ms - self.compute_ms - self.stall_ms):.1f}"
         if float(rest):
             parts.append(f"{rest} ms on the host")
         return f"{' + '.join(parts)} ({self.overhead_percent:.1f}%)"
@@ -182,7 +184,7 @@ class Simulation:
             "step time": f"{self.total_ms:.1f} ms = {self.step_time_text}",
             "stalls by module": ", ".join(stalls) or "none",
             "device peak": peak,
-            "host memory": f"{format_bytes(self.peak_host_bytes)} in use at most",
+            "host memory": f"{format_bytes(self.peak_host_bytes)} of this rank in use at most",
             "copies busy": f"D2H {self.d2h_busy_ms:.1f} ms, H2D {self.h2d_busy_ms:.1f} ms",
         }
         width = max(map(len, rows))

@@ -82,6 +82,10 @@ def test_state_is_weights_gradients_and_a_share_of_the_optimizer() -> None:
     count = num_parameters(LLAMA, 0).total
     assert state_bytes(LLAMA, 0) == count * (2 + 4 + 12)
     assert state_bytes(replace(LLAMA, parallelism=Parallelism(dp=8)), 0) == count * 7.5
+    by_context = Parallelism(cp=8)
+    assert state_bytes(replace(LLAMA, parallelism=by_context), 0) == count * 7.5
+    whole = replace(by_context, dp=2, shards_optimizer=False)
+    assert state_bytes(replace(LLAMA, parallelism=whole), 0) == count * 18
     fp32 = replace(LLAMA, precision="fp32", attention_backend="unfused")
     assert state_bytes(fp32, 0) == count * (4 + 4 + 8)
 
@@ -91,6 +95,9 @@ def test_experts_have_an_optimizer_of_fewer_shares() -> None:
     dense, experts = num_parameters(shape, 0)
     assert experts == num_parameters(MIXTRAL, 0).experts / 8
     assert state_bytes(shape, 0) == dense * (6 + 12 / 8) + experts * (6 + 12)
+    by_context = replace(shape, parallelism=Parallelism(ep=4, cp=8))
+    experts = num_parameters(by_context, 0).experts
+    assert state_bytes(by_context, 0) == dense * (6 + 12 / 8) + experts * (6 + 12 / 2)
 
 
 def test_pipeline_ranks_divide_the_parameters() -> None:

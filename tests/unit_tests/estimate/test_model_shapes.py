@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -266,7 +266,32 @@ def par(**fields: Any) -> dict[str, Any]:
     "changes, message",
     [
         ({"hidden_size": 0}, "hidden_size=0 must be positive; set 1 or more"),
-        (par(tp=0), "tp=0 must be positive; set 1 or more"),
+        (par(tp=0), "tensor_model_parallel_size=0 must be positive; set 1 or more"),
+        ({"ffn_hidden_size": 0, "experts": EXPERTS}, "ffn_hidden_size=0 must be positive"),
+        ({"experts": replace(EXPERTS, topk=9)}, "moe_router_topk=9 is not supported with num_exp"),
+        ({"experts": replace(EXPERTS, num_groups=3)}, "multiple of moe_router_num_groups=3"),
+        (
+            {"experts": replace(EXPERTS, num_groups=4, group_topk=5)},
+            "moe_router_group_topk=5 is not supported with moe_router_num_groups=4",
+        ),
+        (
+            {"experts": replace(EXPERTS, topk=3, num_groups=8, group_topk=2)},
+            "moe_router_topk=3 is not supported with moe_router_group_topk=2 because these groups "
+            "have 2 experts",
+        ),
+        (
+            {
+                "experts": replace(EXPERTS, shared_ffn_hidden_size=129),
+                **par(tp=2, sequence_parallel=True),
+            },
+            "moe_shared_expert_intermediate_size=129 is not a multiple of tensor_model_parallel",
+        ),
+        ({"hidden_size": 500}, "hidden_size=500 is not a multiple of num_attention_heads=8"),
+        (
+            {"num_query_groups": 16},
+            "is not a multiple of num_query_groups=16",
+        ),
+        ({"layers_per_chunk": ((-1,), (9,)), **par(pp=2)}, "layers_per_chunk=((-1,), (9,)) is neg"),
         ({"precision": "fp8"}, "precision='fp8' is not modelled; set one of bf16"),
         ({"attention_backend": "auto"}, "attention_backend='auto' is not modelled"),
         (par(cp=2, cp_comm_type="ring"), "cp_comm_type='ring' is not modelled"),
@@ -290,7 +315,7 @@ def par(**fields: Any) -> dict[str, Any]:
             "seq_length / context_parallel_size=257 is not a multiple",
         ),
         (
-            {"num_attention_heads": 12, "num_query_groups": 4, **par(tp=6)},
+            {"num_attention_heads": 12, "num_query_groups": 4, "kv_channels": 64, **par(tp=6)},
             "num_query_groups=4 and tensor_model_parallel_size=6 must divide one another",
         ),
         ({"experts": EXPERTS, **par(ep=3)}, "num_experts=8 is not a multiple"),
@@ -313,3 +338,29 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: 
         replace(DENSE, **changes)
     assert message in str(error.value)
     assert ";" in str(error.value), "no cure"
+
+
+NUMBERS = [
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size"),
+    *("seq_length", "micro_batch_size", "num_query_groups", "kv_channels", "window_size"),
+]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1 << 28])
+def test_no_number_of_a_shape_is_absurd(value: int) -> None:
+    wrong: list[dict[str, Any]] = [{name: value} for name in NUMBERS]
+    parts = {
+        "parallelism": (Parallelism(vpp=2, group_size=4), {"shards_optimizer"}),
+        "experts": (replace(EXPERTS, num_groups=4, group_topk=2), set()),
+        "latent_attention": (LATENT, set()),
+    }
+    for name, (part, others) in parts.items():
+        for field in fields(part):
+            is_number = field.name not in others and type(getattr(part, field.name)) is int
+            # 0 is a model without shared experts.
+            if is_number and (field.name, value) != ("shared_ffn_hidden_size", 0):
+                wrong.append({name: replace(part, **{field.name: value})})
+    assert len(wrong) >= len(NUMBERS) + 18
+    for changes in wrong:
+        with pytest.raises(ValueError, match=f"={value} (must be positive|is too large to plan); "):
+            replace(DENSE, **changes)

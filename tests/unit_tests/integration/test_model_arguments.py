@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +15,11 @@ from megatron.slipstream.chunk_graphs.slots import PipelineLayout, passes
 from megatron.slipstream.estimate.model_shapes import Experts, LatentAttention, Parallelism
 from megatron.slipstream.estimate.schedules import rank_schedule
 from megatron.slipstream.estimate.training_setup import Configured
-from megatron.slipstream.integration.model_arguments import configured_by_flags
+from megatron.slipstream.integration.model_arguments import (
+    ESTIMATED,
+    PLAN_RULES,
+    configured_by_flags,
+)
 from megatron.slipstream.integration.schedules import MEGATRON_SCHEDULES
 
 BASE = (
@@ -56,6 +62,10 @@ REFUSED = {
         "recompute_granularity=full is not supported"
     ),
     LLAMA + EXPERTS.replace("--moe-grouped-gemm ", ""): "moe_grouped_gemm=False is not supported",
+    LLAMA + EXPERTS.replace("topk 2", "topk 9"): "moe_router_topk=9 is not supported with num_e",
+    LLAMA + EXPERTS.replace("alltoall", "allgather") + "--expert-model-parallel-size 2": (
+        "moe_token_dispatcher_type=allgather is not supported with a plan from flags"
+    ),
     LLAMA + "--mtp-num-layers 1": "mtp_num_layers=1 is not supported",
     LLAMA.replace("--vocab-size 1000 ", ""): "vocab_size is not set",
     LLAMA + "--num-lyers 3": "did you mean --num-layers?",
@@ -67,17 +77,80 @@ REFUSED = {
     ),
 }
 
+SHARDED = LLAMA + "--use-distributed-optimizer "
+OTHER_STATE = {
+    SHARDED + "--optimizer-cpu-offload --use-precision-aware-optimizer": "optimizer_cpu_offload",
+    SHARDED + "--use-precision-aware-optimizer": "use_precision_aware_optimizer",
+    SHARDED + "--num-distributed-optimizer-instances 2": "num_distributed_optimizer_instances",
+    LLAMA + "--optimizer sgd": "optimizer",
+    LLAMA + "--grad-reduce-in-bf16": "accumulate_allreduce_grads_in_fp32",
+    LLAMA.replace("--bf16", "--fp16"): "accumulate_allreduce_grads_in_fp32",
+    LLAMA + "--freeze-all-layers": "freeze_all_layers",
+    SHARDED + "--ckpt-format fsdp_dtensor --use-megatron-fsdp": "use_megatron_fsdp",
+}
+"""Flags with which the state has other sizes, and the refused option."""
+NOTED = {
+    LLAMA + "--cross-entropy-loss-fusion": "without cross_entropy_loss_fusion",
+    LLAMA.replace("type rope", "type learned_absolute"): "leaves out the position embeddings",
+}
+
+
+WORDS = re.compile(
+    r"offload|fsdp|shard|_dtype|fp32|in_bf16|instances|param_gather|optimizer|wgrad|fus(ed|ion)|"
+    r"stash|capacity|recompute|chunks|freeze|grouped|residual|remat"
+)
+"""Words in the names of options that change what a rank keeps in memory."""
+MODELLED = {
+    *("activation_offload_fraction", "apply_rope_fusion", "attention_softmax_in_fp32"),
+    *("bias_gelu_fusion", "bias_swiglu_fusion", "delta_offload_bytes_across_pp_ranks"),
+    *("fine_grained_activation_offloading", "grad_reduce_in_bf16", "main_grads_dtype"),
+    *("min_offloaded_tensor_size", "moe_layer_recompute", "offload_modules"),
+    *("recompute_activations", "recompute_modules", "use_distributed_optimizer"),
+    *("cpu_offloading_num_layers", "tensor_parallel_num_weight_shards"),
+    "expert_tensor_parallel_num_weight_shards",
+}
+"""Options that a plan follows, or that set one which it refuses."""
+OF_OTHERS = re.compile(
+    r"(megatron_)?fsdp_|torch_fsdp2|moe_paged_stash_|dsa_|inference_|mamba_|muon_|fp8_|rl_|dino_|"
+    r"cpu_offloading_|(data_parallel|outer_dp)_sharding|enable_full_sharding_in_hsdp|exp_avg_|"
+    r"main_params_dtype|optimizer_offload_fraction|overlap_cpu_optimizer|use_torch_optimizer_for|"
+    r"ddp_(param_name|reduce_scatter)_|recompute_(method|num_layers)|wgrad_deferral_limit|"
+    r"ckpt_|dist(rib)?_|save_|logits_save|strict_fsdp|data_sharding|num_layers_at_|cross_entropy_fusion_impl|moe_pad_expert_input_to_capacity"
+)
+"""Options of checkpoints and vision models, or that need one which is refused or noted."""
+WITHOUT_EFFECT = {
+    *("align_param_gather", "apply_residual_connection_post_layernorm", "bias_dropout_fusion"),
+    *("delay_offload_until_cuda_graph", "gradient_accumulation_fusion", "tp_comm_bulk_wgrad"),
+    *("gradient_reduce_div_fusion", "masked_softmax_fusion", "mla_down_proj_fusion"),
+    *("mlp_chunks_for_prefill", "moe_permute_fusion", "moe_permute_fusion_into_hybridep"),
+    *("moe_router_dtype", "moe_router_fusion", "moe_single_grouped_bias", "optimizer_cuda_graph"),
+    *("moe_single_grouped_weight", "overlap_param_gather"),
+    "overlap_param_gather_with_optimizer_step",
+    # The engine's bound on copies in flight; it changes when memory is free, not how much.
+    "fine_grained_offloading_max_inflight_offloads",
+}
+"""Options that change no size by more than a few percent."""
+
 
 def parse_all(rank: int, world_size: int, port: int) -> dict[str, Any]:
     """Every command line in one process, which the CPU shims change."""
+    from megatron.training.arguments import add_megatron_arguments
+
     found: dict[str, Any] = {}
     for name, flags in PLANNED.items():
         num_processes = 16 if name in ("optimizer", "replicated") else None
         found[name] = configured_by_flags(flags.split(), num_processes)
     found["counted"] = configured_by_flags(LLAMA.split(), num_micro_batches=5)
-    for flags in REFUSED:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    found["options"] = {action.dest for action in parser._actions}
+    for flags in NOTED:
+        found[flags] = configured_by_flags(flags.split())
+    for flags in OTHER_STATE:
+        found[flags, "given"] = configured_by_flags(flags.split(), 2, state_gib=3.0)
+    for flags in (*REFUSED, *OTHER_STATE):
         try:
-            found[flags] = configured_by_flags(flags.split())
+            found[flags] = configured_by_flags(flags.split(), 2 if flags in OTHER_STATE else None)
         except ValueError as error:
             found[flags] = str(error)
     return found
@@ -120,15 +193,18 @@ def test_megatrons_defaults_hold(parsed: dict[str, Configured]) -> None:
 def test_parallelism(parsed: dict[str, Configured]) -> None:
     found = parsed["pipeline"]
     assert found.shape.parallelism == Parallelism(
-        tp=2, sequence_parallel=True, pp=2, vpp=2, group_size=2, etp=2
+        tp=2, sequence_parallel=True, pp=2, vpp=2, group_size=2, etp=2, shards_optimizer=False
     )
     assert found.shape.layers_per_chunk == ((2, 2), (2, 2))
-    assert "on 4 GPUs" in found.title
+    assert found.shape.parallelism.num_gpus == 4
     assert parsed["uneven"].shape.layers_per_chunk == ((3,), (5,))
     assert parsed["layout"].shape.layers_per_chunk == ((5,), (3,))
-    assert parsed["optimizer"].shape.parallelism.dp == 16
-    assert parsed["replicated"].shape.parallelism.dp == 1
-    assert "on 16 GPUs" in parsed["replicated"].title
+    for name, is_sharded in (("optimizer", True), ("replicated", False)):
+        found = parsed[name]
+        assert found.shape.parallelism == Parallelism(
+            dp=16, group_size=1, shards_optimizer=is_sharded
+        )
+        assert found.shape.parallelism.num_gpus == 16
 
 
 def test_experts(parsed: dict[str, Configured]) -> None:
@@ -171,6 +247,28 @@ def test_as_many_micro_batches_as_show_what_repeats(parsed: dict[str, Configured
 def test_what_cannot_be_planned_is_refused(parsed: dict[str, Any], flags: str) -> None:
     assert isinstance(parsed[flags], str)
     assert REFUSED[flags] in parsed[flags]
+
+
+@pytest.mark.parametrize("flags", OTHER_STATE, ids=[flags.split()[-1] for flags in OTHER_STATE])
+def test_another_state_is_refused_unless_its_size_is_given(
+    parsed: dict[Any, Any], flags: str
+) -> None:
+    assert parsed[flags].startswith(f"{OTHER_STATE[flags]}=")
+    assert parsed[flags].endswith("; set --state-gib to the GiB of weights, gradients and "
+                                  "optimizer on a rank")  # fmt: skip
+    assert isinstance(parsed[flags, "given"], Configured)
+
+
+def test_no_option_that_changes_memory_is_ignored(parsed: dict[str, Any]) -> None:
+    known = MODELLED | WITHOUT_EFFECT | {rule.name for rule in PLAN_RULES} | set(ESTIMATED)
+    options = {option for option in parsed["options"] if WORDS.search(option)}
+    assert {option for option in options - known if not OF_OTHERS.match(option)} == set()
+
+
+@pytest.mark.parametrize("flags", NOTED)
+def test_what_is_left_out_is_noted(parsed: dict[str, Configured], flags: str) -> None:
+    assert any(NOTED[flags] in note for note in parsed[flags].notes)
+    assert not any(NOTED[flags] in note for note in parsed["llama"].notes)
 
 
 @pytest.mark.parametrize("vpp, group", [(None, None), (2, None), (3, 5)])

@@ -1,0 +1,207 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What no model has, or megatron-core cannot divide. Messages name megatron's options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Optional
+
+from megatron.slipstream.estimate.model_shapes import (
+    ATTENTION_BACKENDS,
+    BYTES_OF,
+    CONTEXT_PARALLELISMS,
+    MAX_LAYERS,
+    MAX_SIZE,
+    RECOMPUTE_MODULES,
+    Experts,
+    ModelShape,
+)
+
+
+def problems(shape: ModelShape) -> Iterator[str]:
+    """Yield the problems of a shape, each with its cure; later ones assume that none came before.
+
+    Args:
+        shape: The shape, whose derived sizes need not exist.
+    """
+    yield from _wrong_sizes(shape)
+    yield from _wrong_choices(shape)
+    yield from _indivisible(shape)
+    if shape.experts is not None:
+        yield from _wrong_routing(shape.experts)
+    yield from _wrong_layers(shape)
+
+
+def _sizes(shape: ModelShape) -> Iterator[tuple[str, Optional[int]]]:
+    """Yield every number by megatron's name; None if it is not set."""
+    names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size",
+             "seq_length", "micro_batch_size", "num_query_groups", "kv_channels",
+             "window_size")  # fmt: skip
+    for name in names:
+        yield name, getattr(shape, name)
+    par = shape.parallelism
+    yield "tensor_model_parallel_size", par.tp
+    yield "context_parallel_size", par.cp
+    yield "pipeline_model_parallel_size", par.pp
+    yield "virtual_pipeline_model_parallel_size", par.vpp
+    yield "microbatch_group_size_per_vp_stage", par.group_size
+    yield "expert_model_parallel_size", par.ep
+    yield "expert_tensor_parallel_size", par.etp
+    yield "data_parallel_size", par.dp
+    if shape.latent_attention is not None:
+        yield from vars(shape.latent_attention).items()
+    if (experts := shape.experts) is not None:
+        yield "num_experts", experts.num_experts
+        yield "moe_router_topk", experts.topk
+        yield "moe_ffn_hidden_size", experts.ffn_hidden_size
+        # The default, 0, is a model without shared experts.
+        yield "moe_shared_expert_intermediate_size", experts.shared_ffn_hidden_size or None
+        yield "moe_router_num_groups", experts.num_groups
+        yield "moe_router_group_topk", experts.group_topk
+
+
+def _wrong_sizes(shape: ModelShape) -> Iterator[str]:
+    for name, value in _sizes(shape):
+        limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
+        if value is not None and value < 1:
+            yield f"{name}={value} must be positive; set 1 or more"
+        if value is not None and value > limit:
+            yield f"{name}={value} is too large to plan; set {limit} or less"
+
+
+def _wrong_choices(shape: ModelShape) -> Iterator[str]:
+    for name, value, choices in (
+        ("precision", shape.precision, tuple(BYTES_OF)),
+        ("attention_backend", shape.attention_backend, ATTENTION_BACKENDS),
+        ("cp_comm_type", shape.parallelism.cp_comm_type, CONTEXT_PARALLELISMS),
+    ):
+        if value not in choices:
+            yield f"{name}={value!r} is not modelled; set one of {', '.join(choices)}"
+    for name in sorted(shape.recompute_modules - set(RECOMPUTE_MODULES)):
+        yield (
+            f"recompute_modules contains {name!r}, which is not modelled; "
+            f"set some of {', '.join(RECOMPUTE_MODULES)}"
+        )
+    if shape.attention_backend == "local" and shape.parallelism.cp > 1:
+        yield (
+            f"context_parallel_size={shape.parallelism.cp} is not supported with "
+            "attention_backend='local' because megatron-core's own core attention is not "
+            "divided; set 'fused' or 'flash'"
+        )
+    if shape.attention_backend == "unfused" and shape.parallelism.cp > 1:
+        yield (
+            f"context_parallel_size={shape.parallelism.cp} is not supported with "
+            "attention_backend='unfused' because Transformer Engine divides fused kernels "
+            "only; set 'fused' or 'flash'"
+        )
+    if shape.attention_backend in ("fused", "flash") and shape.precision == "fp32":
+        yield (
+            f"attention_backend={shape.attention_backend!r} is not supported with "
+            "precision='fp32' because its kernels have 16-bit inputs; set 'unfused' or 'local'"
+        )
+    if "mla_up_proj" in shape.recompute_modules and shape.latent_attention is None:
+        yield (
+            "recompute_modules contains 'mla_up_proj', but the model has no multi-latent "
+            "attention; remove it"
+        )
+
+
+def _indivisible(shape: ModelShape) -> Iterator[str]:
+    par = shape.parallelism
+    for name, value, by, divisor in _shares(shape):
+        if value % divisor:
+            yield f"{name}={value} is not a multiple of {by}={divisor}; change one of them"
+    if max(shape.query_groups, par.tp) % min(shape.query_groups, par.tp):
+        yield (
+            f"num_query_groups={shape.query_groups} and tensor_model_parallel_size={par.tp} "
+            "must divide one another; change one of them"
+        )
+
+
+def _shares(shape: ModelShape) -> Iterator[tuple[str, int, str, int]]:
+    """Yield sizes with what has to divide them."""
+    par, experts = shape.parallelism, shape.experts
+    heads, tensor = shape.num_attention_heads, "tensor_model_parallel_size"
+    yield "num_attention_heads", heads, tensor, par.tp
+    yield "ffn_hidden_size", shape.ffn_hidden_size, tensor, par.tp
+    yield "num_attention_heads", heads, "num_query_groups", shape.query_groups
+    if shape.kv_channels is None and shape.latent_attention is None:
+        yield "hidden_size", shape.hidden_size, "num_attention_heads", heads
+    if par.cp > 1:
+        # To balance load, each context-parallel rank gets a part of both sequence halves.
+        yield "seq_length", shape.seq_length, "2 * context_parallel_size", 2 * par.cp
+    if par.sequence_parallel:
+        name = f"{tensor} (sequence_parallel)"
+        yield "seq_length / context_parallel_size", shape.sequence, name, par.tp
+    if experts is None:
+        return
+    shared = experts.shared_ffn_hidden_size
+    yield "num_experts", experts.num_experts, "expert_model_parallel_size", par.ep
+    yield "num_experts", experts.num_experts, "moe_router_num_groups", experts.num_groups or 1
+    yield "moe_ffn_hidden_size", experts.ffn_hidden_size, "expert_tensor_parallel_size", par.etp
+    yield "moe_shared_expert_intermediate_size", shared, tensor, par.tp
+
+
+def _wrong_routing(experts: Experts) -> Iterator[str]:
+    count, topk = experts.num_experts, experts.topk
+    if topk > count:
+        yield (
+            f"moe_router_topk={topk} is not supported with num_experts={count} because a token is "
+            "sent to an expert at most once; change one of them"
+        )
+    if experts.num_groups is None or experts.group_topk is None:
+        return
+    if experts.group_topk > experts.num_groups:
+        yield (
+            f"moe_router_group_topk={experts.group_topk} is not supported with "
+            f"moe_router_num_groups={experts.num_groups} because a group is chosen at most once; "
+            "change one of them"
+        )
+    eligible = experts.group_topk * (count // experts.num_groups)
+    if topk > eligible:
+        yield (
+            f"moe_router_topk={topk} is not supported with "
+            f"moe_router_group_topk={experts.group_topk} because these groups have {eligible} "
+            f"experts (num_experts={count} in moe_router_num_groups={experts.num_groups}); change "
+            "one of them"
+        )
+
+
+def _wrong_layers(shape: ModelShape) -> Iterator[str]:
+    par = shape.parallelism
+    if shape.moe_layers and len(shape.moe_layers) != shape.num_layers:
+        yield (
+            f"moe_layer_freq has {len(shape.moe_layers)} entries, but "
+            f"num_layers={shape.num_layers}; give one entry per layer"
+        )
+    if shape.experts is None and any(shape.moe_layers):
+        yield "moe_layer_freq names layers with experts, but num_experts is not set; set it"
+    if shape.experts is not None and par.tp > 1 and not par.sequence_parallel:
+        yield (
+            f"tensor_model_parallel_size={par.tp} is not supported with experts without "
+            "sequence_parallel because megatron-core requires it; set sequence_parallel"
+        )
+    if par.vpp is not None and par.pp == 1:
+        yield (
+            f"virtual_pipeline_model_parallel_size={par.vpp} is not supported with "
+            "pipeline_model_parallel_size=1 because only the chunks of several stages can be "
+            "interleaved; leave it out"
+        )
+    num_stages = par.vpp or 1
+    if not shape.layers_per_chunk:
+        if shape.num_layers % (par.pp * num_stages):
+            yield (
+                f"num_layers={shape.num_layers} cannot be divided evenly among "
+                f"pipeline_model_parallel_size={par.pp} times {num_stages} chunks; set "
+                "decoder_first_pipeline_num_layers or decoder_last_pipeline_num_layers"
+            )
+        return
+    if min(map(min, shape.layers_per_chunk)) < 0:
+        yield f"layers_per_chunk={shape.layers_per_chunk} is negative; set 0 or more layers"
+    is_table = [len(stages) for stages in shape.layers_per_chunk] == [num_stages] * par.pp
+    if not is_table or sum(map(sum, shape.layers_per_chunk)) != shape.num_layers:
+        yield (
+            f"layers_per_chunk={shape.layers_per_chunk} does not give {par.pp} ranks with "
+            f"{num_stages} chunks and {shape.num_layers} layers in all; give one count for each"
+        )
