@@ -21,16 +21,20 @@ NATIVE = Path("megatron", "slipstream", "fine_grained_activation_offload", "nati
 
 
 def load_build_module() -> Optional[ModuleType]:
-    """``native/build.py``; None without torch."""
+    """``native/build.py``; None without torch or a compiler."""
     spec = importlib.util.spec_from_file_location("slipstream_build", NATIVE / "build.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except ImportError:
+    except Exception:  # A broken torch can fail in many ways.
         return None
-    return module if module.problem() is None else None
+    try:
+        module.compiler()
+    except module.BuildError:
+        return None
+    return module
 
 
 class BuildWithNative(build_py):

@@ -65,7 +65,8 @@ class OffloadConfig:
     offload_native: Literal["auto", "off"] = "auto"
     """'auto' does the work of each group (saved-tensor hooks, marks, copies, waits) in C++, which
     takes the host a fraction of the time. It is compiled at the first use, in under a minute, and
-    kept in ~/.cache/slipstream; without a C++ compiler, Python does the same. 'off' is Python."""
+    kept in ~/.cache/slipstream ($XDG_CACHE_HOME/slipstream). If it cannot be compiled or loaded, a
+    warning says why, and Python does the same. 'off' is Python."""
 
     offload_checkpoint_inputs: bool = False
     """Move the inputs that checkpoints keep: of layers under `--recompute-granularity full`, and of

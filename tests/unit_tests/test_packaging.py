@@ -147,7 +147,8 @@ def test_a_wheel_that_is_built_beside_torch_and_a_compiler_has_the_compiled_modu
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = tmp_path / "c++"
-    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"\n')
+    script = f'while [ "$1" != -o ]; do shift; done\ncp {sys.executable} "$2"\n'
+    compiler.write_text(f"#!/bin/sh\n{script}")
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     path = build(source, "wheel", compiler.name)

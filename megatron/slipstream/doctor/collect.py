@@ -151,7 +151,8 @@ def _with_command(facts: Facts, words: Words, progress: Progress) -> Facts:
 
 def extensions_folder(environment: Mapping[str, str]) -> Path:
     """Return the folder where torch compiles extensions on first use."""
-    caches = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    # Unlike Path.home(), this is no error for a user without a home directory.
+    caches = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(environment.get("TORCH_EXTENSIONS_DIR") or Path(caches) / "torch_extensions")
 
 
@@ -159,7 +160,10 @@ def _native() -> Native:
     # Imported here because it needs torch, unlike other checks.
     from megatron.slipstream.fine_grained_activation_offload.native import build
 
-    return Native(build.is_compiled(), build.problem())
+    problem = build.problem()
+    if problem is not None:
+        return Native(is_compiled=False, problem=problem.cause, cure=problem.cure)
+    return Native(build.is_compiled())
 
 
 def build_locks(folder: Path, now_s: float) -> tuple[BuildLock, ...]:

@@ -107,6 +107,7 @@ class Native(NamedTuple):
     is_compiled: bool
     problem: Optional[str] = None
     """Why it cannot be compiled."""
+    cure: Optional[str] = None
 
 
 @dataclass(frozen=True)

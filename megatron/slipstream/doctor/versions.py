@@ -77,11 +77,11 @@ STALE_LOCK = Rule(
     "delete the file if no process is compiling",
 )
 NO_NATIVE = Rule(
-    "no-compiler",
+    "cpp-not-usable",
     "warning",
     "offload_native='auto' is not possible here because {problem}; the engine then takes the host "
     "several times as long for each group",
-    "install g++ (Debian: apt-get install g++), or set CXX to a C++17 compiler",
+    "{cure}",
 )
 TE_MISSING = Rule(
     "transformer-engine-missing",
@@ -172,7 +172,7 @@ def _native(facts: Facts) -> Seen:
     if native is None:
         return not_checked("torch has to work first")
     if native.problem is not None:
-        return Seen("not compiled", (NO_NATIVE.found(problem=native.problem),))
+        return Seen("not compiled", (NO_NATIVE.found(problem=native.problem, cure=native.cure),))
     return Seen("compiled" if native.is_compiled else "compiled at the first use")
 
 

@@ -91,10 +91,10 @@ CASES = {
         ("share_storage_ext/lock is 12 minutes old", "delete"),
         (facts(build_locks=(BuildLock("/cache/torch_extensions/share_storage_ext/lock", 30.0),)),),
     ),
-    "no-compiler": Case(
+    "cpp-not-usable": Case(
         "warning",
-        facts(native=Native(False, "there is no C++ compiler")),
-        ("offload_native='auto' is not possible here", "there is no C++ compiler", "g++"),
+        facts(native=Native(False, "there is no C++ compiler", "install g++")),
+        ("offload_native='auto' is not possible here", "there is no C++ compiler", "install g++"),
         (facts(native=Native(is_compiled=False)),),
     ),
     "driver-too-old": Case(

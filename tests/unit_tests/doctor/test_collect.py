@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,16 @@ def test_locks_of_extensions_are_found_where_torch_puts_them(
     lock.touch()
     os.utime(lock, (1000, 1000))
     assert reading.build_locks(folder, 1700.0) == (BuildLock(str(lock), 700.0),)
+
+
+def test_a_user_without_a_home_has_no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert reading.build_locks(reading.extensions_folder(os.environ), 1700.0) == ()
 
 
 # NUMA

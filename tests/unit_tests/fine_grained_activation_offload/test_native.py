@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import multiprocessing
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ import torch
 from hand_driven import LAZY_NATIVE
 from toy_model import SCHEDULES, WIDTH, all_equal, make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload import native
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Copy, nbytes_of
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
@@ -30,7 +27,6 @@ from megatron.slipstream.fine_grained_activation_offload.manager import (
     RegionFlag,
 )
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
-from megatron.slipstream.fine_grained_activation_offload.native import build, native_module
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.plan import selection
@@ -509,97 +505,6 @@ def test_suspended_marks_do_nothing_in_the_middle_of_an_iteration() -> None:
     (chunk(x, None).sum() + chunk(y, None).sum()).backward()
     assert all_equal(expected, [tensor.grad for tensor in (x, y)])
     manager.reset()
-
-
-# Compiling.
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and a source that compiles fast."""
-    source = tmp_path / "small.cpp"
-    source.write_text(
-        "#include <Python.h>\n"
-        'static PyModuleDef def = {PyModuleDef_HEAD_INIT, "slipstream_native"};\n'
-        "PyMODINIT_FUNC PyInit_slipstream_native() { return PyModule_Create(&def); }\n"
-    )
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "SOURCE", source)
-    return tmp_path / "cache"
-
-
-def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build.load()
-    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
-    build.load()
-    monkeypatch.setenv("CXX", "no-such-compiler")  # nor is one needed any more
-    build.load()
-    # Another source is another module.
-    build.SOURCE.write_text(build.SOURCE.read_text() + "\n")
-    with pytest.raises(build.BuildError, match="no C[+][+] compiler"):
-        build.load()
-
-
-def _load(barrier: Any, counts: Any) -> None:
-    run = build.subprocess.run
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        counts.put(1)
-        return run(*arguments, **options)
-
-    build.subprocess.run = counted
-    barrier.wait()
-    build.load()
-
-
-def test_processes_that_need_it_at_once_compile_it_once(cache: Path) -> None:
-    fork = multiprocessing.get_context("fork")
-    barrier, counts = fork.Barrier(3), fork.Queue()
-    processes = [fork.Process(target=_load, args=(barrier, counts)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert counts.get(timeout=10) == 1
-    assert counts.empty()
-
-
-def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-
-
-def _with_a_broken_source(_: pytest.MonkeyPatch) -> None:
-    build.SOURCE.write_text("this is no C++\n")
-
-
-@pytest.mark.parametrize(
-    "break_it, message",
-    [
-        (_without_compiler, "install g[+][+], or set CXX"),
-        (_with_a_broken_source, "failed: .*error"),
-    ],
-)
-def test_where_it_cannot_be_compiled_python_runs_and_one_warning_says_so(
-    cache: Path,
-    break_it: Callable[[pytest.MonkeyPatch], None],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    break_it(monkeypatch)
-    with pytest.raises(build.BuildError, match=message):
-        build.load()
-    native_module.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING, logger=native.__name__):
-            for _ in range(2):
-                manager = make_manager(LAZY_NATIVE)
-                assert not manager.store.is_native
-                assert is_right(manager, SCHEDULES["accumulation"], make_chunks(1))
-    finally:
-        native_module.cache_clear()
-    assert caplog.text.count("offload_native='auto' is not possible here") == 1
 
 
 def test_the_backend_says_what_it_manages() -> None:

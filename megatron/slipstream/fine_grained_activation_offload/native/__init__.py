@@ -42,9 +42,9 @@ KINDS_OF_MARKS = [
 
 @functools.cache
 def native_module() -> Optional[Any]:
-    """Return the compiled module; if it cannot be compiled, log a warning and return None."""
+    """Return the compiled module; if it cannot be compiled or loaded, warn and return None."""
     try:
-        module = load()
+        return load(_configure)
     except BuildError as error:
         logger.warning(
             "offload_native='auto' is not possible here: %s. Python does the work of each group, "
@@ -52,6 +52,9 @@ def native_module() -> Optional[Any]:
             error,
         )
         return None
+
+
+def _configure(module: Any) -> None:
     module.configure(
         list(Residence),
         list(GroupState),
@@ -70,4 +73,3 @@ def native_module() -> Optional[Any]:
         OUTPUT_LAYER,
         BACKWARD,
     )
-    return module

@@ -6,10 +6,15 @@
 is cached under ``$XDG_CACHE_HOME/slipstream`` (``~/.cache/slipstream``), keyed by the source, the
 flags, and the versions of Python and torch, so a machine without a compiler can use a file compiled
 on another one. If several processes need it at once, one compiles and the others wait for a lock.
+
+A file ends with the digest of its contents, since loading one that is cut short kills the process.
+Whatever goes wrong is a :class:`BuildError`. ``setup.py`` loads this file by its path, so it
+imports nothing of this package.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.machinery
@@ -18,12 +23,16 @@ import logging
 import os
 import shlex
 import shutil
+import signal
+import struct
 import subprocess
 import sysconfig
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Optional
+from typing import IO, Any, Optional
 
 import torch
 
@@ -32,113 +41,299 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("module.cpp")
 NAME = "slipstream_native"
 FLAGS = ("-O2", "-g0", "-shared", "-fPIC", "-std=c++20", "-fvisibility=hidden")
+MAX_COMPILE_S = 600.0
+"""Time limit of the compiler: ten times what it takes on a slow machine."""
+MAX_WAIT_S = MAX_COMPILE_S + 60
+"""Time limit of waiting for another process that compiles."""
+_POLL_S = 0.1
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_COMPILER = "install g++, or set CXX to a C++20 compiler"
+_FOLDER = "set XDG_CACHE_HOME to a folder that this user can write"
 
 
 class BuildError(RuntimeError):
-    """The native module could not be compiled."""
+    """The native module cannot be compiled or loaded."""
+
+    def __init__(self, cause: str, cure: str) -> None:
+        super().__init__(f"{cause}; {cure}")
+        self.cause = cause
+        self.cure = cure
 
 
-def problem() -> Optional[str]:
+def problem() -> Optional[BuildError]:
     """Return why the module cannot be loaded, as far as known without compiling, or None."""
-    if _path().exists():
-        return None
     try:
-        _compiler()
+        with _only_build_errors():
+            if _find() is None:
+                compiler()
+                _check_writable(_cache_folder())
     except BuildError as error:
-        return str(error)
+        return error
     return None
 
 
 def is_compiled() -> bool:
     """Return whether the module is already compiled."""
-    return _path().exists()
+    try:
+        with _only_build_errors():
+            return _find() is not None
+    except BuildError:
+        return False
 
 
-def load() -> ModuleType:
+def load(prepare: Callable[[Any], None] = lambda module: None) -> ModuleType:
     """Load the native module, compiling it if needed.
 
+    Args:
+        prepare: Called with the module before it is returned; its errors are errors of loading.
+
     Raises:
-        BuildError: There is no compiler, or it failed.
+        BuildError: It cannot be compiled, or the file cannot be loaded.
     """
-    path = _path()
-    if not path.exists():
-        _compile(_compiler(), path)
-    spec = importlib.util.spec_from_file_location(NAME, path)
-    if spec is None or spec.loader is None:
-        raise BuildError(f"{path} is no module")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except ImportError as error:
-        raise BuildError(f"{path} does not load: {error}") from error
-    return module
+    with _only_build_errors():
+        path = _find()
+        if path is None:
+            path = _path_in(_cache_folder())
+            _compile(path)
+        return _import(path, prepare)
 
 
 def compile_into(folder: Path) -> None:
     """Compile the module for this Python and torch into a copy of this package.
 
     Raises:
-        BuildError: There is no compiler, or it failed.
+        BuildError: It cannot be compiled.
     """
-    path = _path_in(folder)
-    if not path.exists():
-        _compile(_compiler(), path)
-        path.with_suffix(".lock").unlink()
+    with _only_build_errors():
+        path = _path_in(folder)
+        try:
+            _compile(path)
+        finally:
+            path.with_suffix(".lock").unlink(missing_ok=True)
 
 
-def _path() -> Path:
-    installed = _path_in(SOURCE.parent)
-    return installed if installed.exists() else _path_in(_cache_folder())
+def compiler() -> list[str]:
+    """Return the compiler and its first arguments, such as ``ccache g++``.
+
+    Raises:
+        BuildError: There is none.
+    """
+    given = os.environ.get("CXX", "").strip() or "c++"
+    try:
+        program, *arguments = shlex.split(given)
+    except ValueError as error:
+        raise BuildError(f"CXX={given!r} is no command ({error})", _COMPILER) from error
+    found = shutil.which(program)
+    if found is None:
+        raise BuildError(f"there is no C++ compiler ({program} is not found)", _COMPILER)
+    return [found, *arguments]
+
+
+@contextlib.contextmanager
+def _only_build_errors() -> Iterator[None]:
+    try:
+        yield
+    except BuildError:
+        raise
+    except OSError as error:
+        raise BuildError(f"the compiled module cannot be kept ({error})", _FOLDER) from error
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise BuildError(cause, "set offload_native='off' until it is repaired") from error
+
+
+# Files
+
+
+def _find() -> Optional[Path]:
+    """Return the compiled module of the package or of the cache; None if neither is intact."""
+    if _is_intact(_path_in(SOURCE.parent)):
+        return _path_in(SOURCE.parent)
+    cached = _path_in(_cache_folder())
+    return cached if _is_intact(cached) else None
 
 
 def _path_in(folder: Path) -> Path:
     return folder / _key() / f"{NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 
 
-def _compiler() -> str:
-    found = shutil.which(shlex.split(os.environ.get("CXX", "c++"))[0])
-    if found is None:
-        raise BuildError("there is no C++ compiler; install g++, or set CXX")
-    return found
-
-
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "slipstream"
+    caches = os.environ.get("XDG_CACHE_HOME")
+    if caches:
+        return Path(caches, "slipstream")
+    try:
+        return Path.home() / ".cache" / "slipstream"
+    except RuntimeError as error:  # HOME is not set, and the user is not in the password database.
+        raise BuildError("this user has no home directory to keep it in", _FOLDER) from error
+
+
+def _check_writable(folder: Path) -> None:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise BuildError(f"the compiled module cannot be kept in {folder}", _FOLDER)
 
 
 def _key() -> str:
     python = sysconfig.get_config_var("SOABI")
     sources = sorted([SOURCE, *SOURCE.parent.glob("*.h")])
-    parts = (*(source.read_text() for source in sources), *FLAGS, str(python), torch.__version__)
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    # Builds from source may share a version.
+    versions = (str(python), torch.__version__, str(torch.version.git_version), *_macros())
+    digest = hashlib.sha256("\0".join((*FLAGS, *versions)).encode())
+    for source in sources:
+        digest.update(b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _is_intact(path: Path) -> bool:
+    """Return whether the file is there, and as it was compiled."""
+    try:
+        contents = path.read_bytes()
+    except OSError:
+        return False
+    return contents[-_DIGEST_BYTES:] == hashlib.sha256(contents[:-_DIGEST_BYTES]).digest()
+
+
+def _import(path: Path, prepare: Callable[[Any], None]) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    try:
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)  # Here the file is loaded.
+        spec.loader.exec_module(module)
+        prepare(module)
+    except Exception as error:  # Whatever the code in the file raises.
+        raise BuildError(
+            f"{path} does not load ({type(error).__name__}: {error})",
+            f"delete {path.parent}, so that it is compiled again, and set CXX to a compiler of "
+            "this environment",
+        ) from error
+    return module
+
+
+# Compiling
+
+
+def _compile(path: Path) -> None:
+    command = compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():  # compiled by the previous owner of the lock
+        _wait_for(lock)
+        if _is_intact(path):  # compiled by the previous owner of the lock
             return
-        logger.info("compiling the native hot path into %s: once, in under a minute", path.parent)
+        state = "is damaged, so it is compiled again" if path.exists() else "is compiled once"
+        logger.info("the native hot path %s, in under a minute: %s", state, path)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            command = [compiler, *FLAGS, *_options(), str(SOURCE), "-o", str(made), *_libraries()]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode != 0:
-                first = next((x for x in done.stderr.splitlines() if "error" in x), done.stderr)
-                raise BuildError(f"{compiler} failed: {first}")
+            _run([*command, *FLAGS, *_options(), str(SOURCE), "-o", str(made), *_libraries()])
+            _seal(made, command[0])
             made.replace(path)  # atomically, so that no process loads a partial file
+
+
+def _wait_for(lock: IO[str]) -> None:
+    """Wait until no other process compiles.
+
+    Raises:
+        BuildError: That takes longer than :data:`MAX_WAIT_S`.
+    """
+    start_s = time.monotonic()
+    is_said = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            pass
+        if not is_said:
+            logger.info("waiting for another process that compiles the hot path: %s", lock.name)
+            is_said = True
+        if time.monotonic() - start_s > MAX_WAIT_S:
+            raise BuildError(
+                f"another process has held {lock.name} for more than {MAX_WAIT_S:.0f} s",
+                "end that process, or set XDG_CACHE_HOME to another folder",
+            )
+        time.sleep(_POLL_S)
+
+
+def _run(command: list[str]) -> None:
+    """Run the compiler.
+
+    Raises:
+        BuildError: It cannot be run, fails, is killed, or takes longer than :data:`MAX_COMPILE_S`.
+    """
+    name = command[0]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=MAX_COMPILE_S,
+        )
+    except OSError as error:
+        raise BuildError(f"{name} cannot be run ({error.strerror})", _COMPILER) from error
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{name} took longer than {MAX_COMPILE_S:.0f} s", _COMPILER) from error
+    if done.returncode == 0:
+        return
+    lines = [line.strip() for line in f"{done.stderr}\n{done.stdout}".splitlines() if line.strip()]
+    said = next((line for line in lines if "error" in line), lines[-1] if lines else "no output")
+    if done.returncode < 0:
+        raise BuildError(
+            f"{name} was killed by {_signal_name(-done.returncode)}: {said}",
+            "free host memory, or compile it on another machine with the same XDG_CACHE_HOME",
+        )
+    if not lines:
+        said = f"exit status {done.returncode} without a message"
+    raise BuildError(f"{name} failed: {said}", f"{_COMPILER}, with Python's headers")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _seal(made: Path, name: str) -> None:
+    """Append its digest to a file that the compiler has made.
+
+    Raises:
+        BuildError: The compiler has not made all of it.
+    """
+    contents = made.read_bytes() if made.exists() else b""
+    if not _is_whole(contents):
+        wrote = f"{len(contents)} bytes that are no shared library" if contents else "no file"
+        raise BuildError(f"{name} reported success, but wrote {wrote}", _COMPILER)
+    with made.open("ab") as file:
+        file.write(hashlib.sha256(contents).digest())
+
+
+def _is_whole(contents: bytes) -> bool:
+    """Return whether all segments of a 64-bit ELF file lie inside it."""
+    try:
+        (table,) = struct.unpack_from("=Q", contents, 32)
+        size, number = struct.unpack_from("=HH", contents, 54)
+        segments = [
+            struct.unpack_from("=Q16xQ", contents, table + index * size + 8)
+            for index in range(number)
+        ]
+    except struct.error:
+        return False
+    is_elf = contents[:4] == b"\x7fELF" and bool(segments)
+    return is_elf and all(start + length <= len(contents) for start, length in segments)
+
+
+def _macros() -> list[str]:
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    return [f"-DTORCH_EXTENSION_NAME={NAME}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
 
 
 def _options() -> list[str]:
     include = Path(torch.__file__).parent / "include"
     folders = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
-    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-    return [
-        f"-DTORCH_EXTENSION_NAME={NAME}",
-        f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
-        *(part for folder in folders for part in ("-isystem", str(folder))),
-    ]
+    return [*_macros(), *(part for folder in folders for part in ("-isystem", str(folder)))]
 
 
 def _libraries() -> list[str]:

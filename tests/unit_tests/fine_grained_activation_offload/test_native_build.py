@@ -1,0 +1,433 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""If the C++ module cannot be compiled or loaded, one warning says why, and Python runs."""
+
+from __future__ import annotations
+
+import fcntl
+import inspect
+import logging
+import multiprocessing
+import os
+import pwd
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hand_driven import LAZY_NATIVE
+from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
+
+from megatron.slipstream.fine_grained_activation_offload import native
+from megatron.slipstream.fine_grained_activation_offload.native import build, native_module
+
+SMALL = """
+#include <Python.h>
+static PyModuleDef def = {PyModuleDef_HEAD_INIT, "slipstream_native"};
+PyMODINIT_FUNC PyInit_slipstream_native() { return PyModule_Create(&def); }
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, and a source that compiles fast."""
+    source = tmp_path / "small.cpp"
+    source.write_text(SMALL)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "SOURCE", source)
+    native_module.cache_clear()
+    yield tmp_path / "cache"
+    native_module.cache_clear()
+
+
+def compiled_in(folder: Path) -> Path:
+    (path,) = folder.rglob("*.so")
+    return path
+
+
+# --- compiled once --------------------------------------------------------------------------------
+
+
+def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    build.load()
+    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    build.load()
+    monkeypatch.setenv("CXX", "no-such-compiler")  # nor is one needed any more
+    build.load()
+    # Another source is another module.
+    build.SOURCE.write_text(SMALL + "\n")
+    with pytest.raises(build.BuildError, match="no C[+][+] compiler"):
+        build.load()
+
+
+def _load(barrier: Any, counts: Any) -> None:
+    run = build.subprocess.run
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        counts.put(1)
+        return run(*arguments, **options)
+
+    build.subprocess.run = counted
+    barrier.wait()
+    build.load()
+
+
+def test_processes_that_need_it_at_once_compile_it_once() -> None:
+    fork = multiprocessing.get_context("fork")
+    barrier, counts = fork.Barrier(3), fork.Queue()
+    processes = [fork.Process(target=_load, args=(barrier, counts)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert counts.get(timeout=10) == 1
+    assert counts.empty()
+
+
+@pytest.mark.parametrize("text", ["", " ", "env c++", "env LANG=C c++ -O1", "{spaced}"])
+def test_the_compiler_is_a_command_with_its_arguments(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spaced = make_compiler(tmp_path / "a folder", 'exec c++ "$@"')
+    monkeypatch.setenv("CXX", text.format(spaced=shlex.quote(str(spaced))))
+    build.load()
+
+
+def test_a_user_without_a_home_needs_the_cache_folder_only(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_a_home(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    build.load()
+    assert build.is_compiled()
+
+
+# --- damaged files --------------------------------------------------------------------------------
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "half of it": lambda whole: whole[: len(whole) // 2],
+    "its last byte": lambda whole: whole[:-1],
+    "one byte": lambda whole: whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:],
+    "other contents": lambda _: b"no module",
+}
+
+
+@pytest.mark.parametrize(
+    "damage, is_in_package",
+    [(name, False) for name in DAMAGES] + [("half of it", True)],
+)
+def test_a_damaged_file_is_not_loaded_but_compiled_again(
+    damage: str,
+    is_in_package: bool,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = build.SOURCE.parent if is_in_package else cache / "slipstream"
+    build.compile_into(folder)
+    path = compiled_in(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(DAMAGES[damage](whole))
+    assert not build.is_compiled()
+    with monkeypatch.context() as without:
+        without.setenv("CXX", "no-such-compiler")
+        with pytest.raises(build.BuildError, match="no C[+][+] compiler"):
+            build.load()
+    build.load()
+    assert build.is_compiled()
+    assert compiled_in(cache).read_bytes() == whole
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+class Fault(NamedTuple):
+    cause: str
+    cure: str
+    make: Callable[[Path, pytest.MonkeyPatch], None]
+    is_foreseen: bool = False
+    """Whether ``problem()`` tells it without compiling."""
+
+
+def make_compiler(folder: Path, script: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def compiler(script: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    """A compiler that is a shell script; ``$out`` is the file to write."""
+    out = 'for x; do test "$last" = -o && out=$x; last=$x; done\n'
+
+    def make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = make_compiler(folder, out + script)
+        monkeypatch.setenv("CXX", shlex.quote(str(path)))
+
+    return make
+
+
+def not_runnable(contents: bytes) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    def make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = make_compiler(folder, "")
+        path.write_bytes(contents)
+        monkeypatch.setenv("CXX", str(path))
+
+    return make
+
+
+def variable(name: str, value: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    return lambda _, monkeypatch: monkeypatch.setenv(name, value)
+
+
+def source(text: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    def make(_: Path, __: pytest.MonkeyPatch) -> None:
+        build.SOURCE.write_text(text)
+
+    return make
+
+
+def raising(owner: Any, name: str, error: BaseException) -> Callable[..., None]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return lambda _, monkeypatch: monkeypatch.setattr(owner, name, fail)
+
+
+def without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after ``docker run --user 54321``."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    raising(pwd, "getpwuid", KeyError("uid not found"))(None, monkeypatch)
+
+
+def a_file_for_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "file"
+    path.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+
+
+def a_folder_for_the_file(_: Path, __: pytest.MonkeyPatch) -> None:
+    (build._path_in(build._cache_folder()) / "full").mkdir(parents=True)
+
+
+def slow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "MAX_COMPILE_S", 0.2)
+    compiler("exec sleep 20")(folder, monkeypatch)
+
+
+COMPILER, FOLDER = "install g[+][+], or set CXX", "set XDG_CACHE_HOME to a folder"
+AGAIN = "delete .*, so that it is compiled again, and set CXX"
+FAULTS = {
+    "no compiler": Fault(
+        "there is no C[+][+] compiler [(]no-such is not found[)]",
+        COMPILER,
+        variable("CXX", "no-such -O1"),
+        is_foreseen=True,
+    ),
+    "an open quote": Fault(
+        "CXX=.* is no command [(]No closing quotation[)]",
+        COMPILER,
+        variable("CXX", "g++ '"),
+        is_foreseen=True,
+    ),
+    "a compiler for other machines": Fault(
+        "compiler cannot be run [(]Exec format error[)]", COMPILER, not_runnable(b"\x7fELF\0")
+    ),
+    "a compiler without its interpreter": Fault(
+        "compiler cannot be run [(]No such file", COMPILER, not_runnable(b"#!/no/such\n")
+    ),
+    "a compiler that cannot be read": Fault(
+        "c[+][+] cannot be run [(]Permission denied[)]",
+        COMPILER,
+        raising(build.subprocess, "run", PermissionError(13, "Permission denied")),
+    ),
+    "source that does not compile": Fault(
+        "c[+][+] failed: .*error: .*no_type", COMPILER, source("no_type x;\n")
+    ),
+    "a message without the word": Fault(
+        "compiler failed: all is lost", COMPILER, compiler("echo all is lost >&2; exit 1")
+    ),
+    "a message on the other stream": Fault(
+        "compiler failed: an error", COMPILER, compiler("echo some; echo an error; exit 1")
+    ),
+    "a message in another encoding": Fault(
+        "compiler failed: .*error", COMPILER, compiler("printf '\\377 error' >&2; exit 1")
+    ),
+    "a silent compiler": Fault(
+        "compiler failed: exit status 3 without a message", COMPILER, compiler("exit 3")
+    ),
+    "a killed compiler": Fault(
+        "compiler was killed by SIGKILL: no output", "free host memory", compiler("kill -9 $$")
+    ),
+    "a compiler that aborts": Fault(
+        "compiler was killed by SIGABRT: cannot create",
+        "free host memory",
+        compiler("echo cannot create a file >&2; kill -6 $$"),
+    ),
+    "a compiler killed by another signal": Fault(
+        "compiler was killed by signal 40", "free host memory", compiler("kill -40 $$")
+    ),
+    "a compiler that does not end": Fault("compiler took longer than 0 s", COMPILER, slow),
+    "a compiler that writes nothing": Fault(
+        "compiler reported success, but wrote no file", COMPILER, compiler("exit 0")
+    ),
+    "a compiler that writes text": Fault(
+        "wrote 5 bytes that are no shared library", COMPILER, compiler("echo text > $out")
+    ),
+    "a compiler that writes half a file": Fault(
+        "wrote 4000 bytes that are no shared library",
+        COMPILER,
+        compiler(f"head -c 4000 {sys.executable} > $out"),
+    ),
+    "a folder that is a file": Fault(
+        "cannot be kept", FOLDER, a_file_for_a_folder, is_foreseen=True
+    ),
+    "a folder that cannot be made": Fault(
+        "cannot be kept",
+        FOLDER,
+        variable("XDG_CACHE_HOME", "/proc/none"),
+        is_foreseen=os.geteuid() != 0,
+    ),
+    "a folder that cannot be written": Fault(
+        "cannot be kept [(].*Permission denied",
+        FOLDER,
+        raising(Path, "mkdir", PermissionError(13, "Permission denied")),
+    ),
+    "a read-only file system": Fault(
+        "cannot be kept [(].*Read-only",
+        FOLDER,
+        raising(Path, "mkdir", OSError(30, "Read-only file system")),
+    ),
+    "a full disk": Fault(
+        "cannot be kept [(].*No space left",
+        FOLDER,
+        raising(build.tempfile, "TemporaryDirectory", OSError(28, "No space left on device")),
+    ),
+    "no locks": Fault(
+        "cannot be kept [(].*No locks available",
+        FOLDER,
+        raising(build.fcntl, "flock", OSError(37, "No locks available")),
+    ),
+    "a folder in place of the file": Fault("cannot be kept", FOLDER, a_folder_for_the_file),
+    "no home": Fault(
+        "no home directory", FOLDER, lambda _, monkeypatch: without_a_home(monkeypatch), True
+    ),
+    "no module": Fault("does not load [(]ImportError: .*PyInit", AGAIN, source("int x;\n")),
+    "a module of another torch": Fault(
+        "does not load [(]ImportError: .*undefined symbol: missing",
+        AGAIN,
+        source("extern int missing; int* there = &missing;\n"),
+    ),
+    "a module that refuses": Fault(
+        "does not load [(]ValueError: not here[)]",
+        AGAIN,
+        source(
+            SMALL.replace(
+                "return PyModule_Create(&def)",
+                'PyErr_SetString(PyExc_ValueError, "not here"); return nullptr',
+            )
+        ),
+    ),
+    "another module": Fault("does not load [(]AttributeError: .*configure", AGAIN, source(SMALL)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_one_warning_with_its_cause_and_cure(
+    fault: Fault,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with monkeypatch.context() as patched:
+        fault.make(tmp_path, patched)
+        problem = build.problem()
+        with caplog.at_level(logging.WARNING, logger=native.__name__):
+            assert [native_module() for _ in range(2)] == [None, None]
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "\n" not in message
+    start = "offload_native='auto' is not possible here: "
+    assert re.match(f"{start}.*{fault.cause}.*; {fault.cure}.*[.] Python does", message), message
+    assert (problem is not None) == fault.is_foreseen
+    if problem is not None:
+        assert re.search(fault.cause, problem.cause)
+        assert re.search(fault.cure, problem.cure)
+    assert not list(tmp_path.rglob("tmp*")), "temporary files stay"
+
+
+def test_a_fault_leaves_training_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    manager = make_manager(LAZY_NATIVE)
+    assert not manager.store.is_native
+    chunks = make_chunks(1)
+    expected = run_schedule(chunks, SCHEDULES["accumulation"], None)
+    assert all_equal(expected, run_schedule(chunks, SCHEDULES["accumulation"], manager))
+
+
+STEPS = [
+    name
+    for name, value in vars(build).items()
+    if inspect.isfunction(value)
+    and value.__module__ == build.__name__
+    and name not in ("problem", "is_compiled", "load", "compile_into")
+    and name not in ("_only_build_errors", "_signal_name", "_check_writable")
+]
+"""What happens on the way to a loaded module."""
+ERRORS = (OSError("x"), IndexError("x"))
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_an_error_at_any_step_is_a_build_error(
+    step: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raising(build, step, error)(None, monkeypatch)
+    with pytest.raises(build.BuildError, match="x.*; set "):
+        build.load()
+    build.is_compiled()
+    build.problem()
+
+
+# --- waiting --------------------------------------------------------------------------------------
+
+
+def test_waiting_for_another_process_is_said_and_has_a_limit(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "MAX_WAIT_S", 0.3)
+    lock = build._path_in(cache / "slipstream").with_suffix(".lock")
+    lock.parent.mkdir(parents=True)
+    with lock.open("w") as other, caplog.at_level(logging.INFO, logger=build.__name__):
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(build.BuildError, match=f"has held {lock} for more than .*; end that"):
+            build.load()
+    assert caplog.text.count("waiting for another process that compiles") == 1
+    caplog.clear()
+    build.load()
+    assert "waiting" not in caplog.text
+
+
+def test_what_fails_leaves_no_file_in_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(build.BuildError, match="exit status 1"):
+        build.compile_into(tmp_path / "package")
+    assert not [path for path in (tmp_path / "package").rglob("*") if path.is_file()]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_foreseen(cache: Path) -> None:
+    cache.mkdir(0o500)
+    problem = build.problem()
+    assert problem is not None
+    with pytest.raises(build.BuildError, match="cannot be kept"):
+        build.load()
