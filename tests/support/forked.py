@@ -8,7 +8,6 @@ output. With a GPU they are started as from a shell, since CUDA does not survive
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import runpy
@@ -21,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
+import new_process
 import torch
 from ranks import import_megatron, make_cheap
 
@@ -99,6 +99,7 @@ def _fork(
     timeout_s: float,
 ) -> Done:
     import_megatron()
+    new_process.check_can_fork()
     with tempfile.TemporaryDirectory() as kept:
         paths = [Path(kept) / name for name in ("stdout", "stderr")]
         child = multiprocessing.get_context("fork").Process(
@@ -122,7 +123,7 @@ def _from_a_shell(
         return subprocess.run(
             [sys.executable, *words],
             cwd=folder,
-            env={**os.environ, **added},
+            env=new_process.environment(added),
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -149,9 +150,9 @@ def _be_the_command(
 ) -> None:
     if folder is not None:
         os.chdir(folder)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):  # of a launcher
-        os.environ.pop(name, None)
-    os.environ.update(environment)
+    variables = new_process.environment(environment)
+    os.environ.clear()
+    os.environ.update(variables)
     sys.argv = argv
     # The output of the tests' process is pytest's; child processes inherit these descriptors.
     for number, path in enumerate(paths, start=1):
@@ -159,8 +160,7 @@ def _be_the_command(
     sys.stdout, sys.stderr = (
         os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
     )
-    for logger in (logging.getLogger(), logging.getLogger("megatron.slipstream")):
-        logger.handlers.clear()
+    new_process.begin()
     # A module of this name in sys.modules is another one.
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]

@@ -19,6 +19,7 @@ from multiprocessing import forkserver
 from typing import Any
 from unittest.mock import patch
 
+import new_process
 import torch
 from garbage import freeze
 
@@ -66,6 +67,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
 def _context() -> Any:
     if not torch.cuda.is_available():
         import_megatron()
+        new_process.check_can_fork()
         return multiprocessing.get_context("fork")
     forkserver.set_forkserver_preload(["gpu_imports"])
     # Not every Python 3.12 gives the server this path.
@@ -137,6 +139,7 @@ def _rank_main(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    new_process.begin()
     if not torch.cuda.is_available():
         make_cheap()
     try:

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import traceback
 from functools import partial
 from typing import Any, Optional
@@ -23,6 +21,7 @@ from attached_models import (
     one_backward_each,
     train,
 )
+from ranks import run_ranks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -100,53 +99,27 @@ def _whole_bytes(checkpointing: Optional[bool] = None, **_: Any) -> int:
     return attached.report().ranks[0].d2h_bytes
 
 
-def _rank_main(rank: int, folder: str, cases: list[dict[str, Any]], sender: Any) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
-    for case in cases:
+def _check_all(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """The faults of each case until one raises."""
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    said = dict.fromkeys(CASES, "not run")
+    for name, case in CASES.items():
         try:
-            sender.send(_check(rank, case, _whole_bytes(**case)))
+            said[name] = _check(rank, case, _whole_bytes(**case))
         except BaseException:
-            sender.send(traceback.format_exc())
+            said[name] = traceback.format_exc()
             break
-    sender.close()
-    os._exit(0)  # The other rank's threads may still be running.
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Results of each rank for each case. The processes start once, which takes longest."""
-    if not torch.distributed.is_gloo_available():
-        pytest.skip("torch was built without gloo")
-    context: Any = multiprocessing.get_context("fork")
-    folder = str(tmp_path_factory.mktemp("store"))
-    pipes, processes = [], []
-    for rank in range(2):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_rank_main, args=(rank, folder, list(CASES.values()), sender)
-        )
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
-    said: dict[str, list[str]] = {name: [] for name in CASES}
-    try:
-        for name in CASES:
-            for pipe in pipes:
-                try:
-                    said[name].append(pipe.recv() if pipe.poll(60) else "nothing in 60 s")
-                except EOFError:
-                    said[name].append("the rank has gone")
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
     return said
 
 
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, str]]:
+    """What each rank says of each case. The processes start once, which takes longest."""
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("torch was built without gloo")
+    return run_ranks(2, _check_all)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_distributed_models(name: str, results: dict[str, list[str]]) -> None:
-    assert results[name] == ["", ""]
+def test_distributed_models(name: str, results: list[dict[str, str]]) -> None:
+    assert [said[name] for said in results] == ["", ""]
