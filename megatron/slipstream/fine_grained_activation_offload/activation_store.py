@@ -35,6 +35,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import (
     HostPool,
 )
 from megatron.slipstream.fine_grained_activation_offload.markers import mark
+from megatron.slipstream.fine_grained_activation_offload.memory_of import is_dense, memory_of
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
@@ -323,8 +324,7 @@ class ActivationStore:
         attributes = tensor.__dict__
         return (
             self.backend.manages(tensor)
-            and tensor.layout is torch.strided
-            and not tensor.is_nested
+            and is_dense(tensor)
             and tensor.numel() > 0
             and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
             and not (forward_ad._current_level >= 0 and _has_tangent(tensor))
@@ -352,7 +352,7 @@ class ActivationStore:
             group: Tensors that it has not saved are skipped.
             tensors: Tensors that forward no longer reads, and backward only as saved tensors.
         """
-        addresses = {tensor.untyped_storage()._cdata for tensor in tensors}
+        addresses = {memory_of(tensor) for tensor in tensors}
         for storage in group.storages():
             if storage.is_on_device and storage.source_bytes().storage._cdata in addresses:
                 storage.is_given_up = True
@@ -438,7 +438,8 @@ class ActivationStore:
 
         A D2H copy in flight is useless: it may read whatever is written there from now on.
         """
-        storage = self._find(tensor.untyped_storage()._cdata)
+        memory = memory_of(tensor)
+        storage = None if memory is None else self._find(memory)
         if storage is not None and storage.residence is Residence.OFFLOADING:
             self._stay_for_recomputation(storage)
 

@@ -34,6 +34,7 @@ from megatron.slipstream.fine_grained_activation_offload.activation_store import
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
+from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
@@ -55,7 +56,7 @@ class GraphedLayer:
         self.before = before
         """The layer whose backward runs next; None for the first layer of a model chunk."""
         self.groups: list[OffloadTensorGroup] = []
-        self.static: frozenset[int] = frozenset()
+        self.static: frozenset[Optional[int]] = frozenset()
         """Addresses of torch's storage objects of its inputs, which the graph keeps alive."""
 
 
@@ -294,7 +295,7 @@ class GraphCaptures:
         """
         chunk, before = self._pass_of(vp_stage, layer_number)
         layer = GraphedLayer(before)
-        layer.static = frozenset(tensor.untyped_storage()._cdata for tensor in inputs)
+        layer.static = frozenset(memory_of(tensor) for tensor in inputs)
         self._passes[vp_stage] = (chunk, layer_number, layer)
         self._chunk = chunk
         self._enter(layer)

@@ -8,10 +8,12 @@ import contextlib
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
 
 GLOO_RELEASES_S = 0.0005
 """After a collective returns, gloo's thread keeps its tensors alive for about 0.15 ms."""
@@ -28,9 +30,9 @@ class DeviceMemoryMeter(TorchDispatchMode):
     :meth:`excluded`.
 
     Limitations: counts only the thread that entered it (autograd on the CPU runs there as well). A
-    storage that is resized in place keeps its first size, unless :meth:`note_size` is called. A
-    gloo thread keeps what it reduces or gathers alive for 0.1 ms longer, which may raise the peak.
-    Costs about 10 us per operation.
+    storage that is resized in place keeps its first size, unless :meth:`note_size` is called.
+    Tensors without a storage (sparse, opaque) do not count. A gloo thread keeps what it reduces or
+    gathers alive for 0.1 ms longer, which may raise the peak. Costs about 10 us per operation.
     """
 
     def __init__(self) -> None:
@@ -109,12 +111,13 @@ class DeviceMemoryMeter(TorchDispatchMode):
 
         So storages that are excluded or existed before are never counted later.
         """
-        storage = output.untyped_storage()
-        key = storage._cdata
-        if self._exclude_new or key in self._live:  # The second saves the search below.
+        key = memory_of(output)
+        # The third saves the search below.
+        if key is None or self._exclude_new or key in self._live:
             return
         if key in _storage_keys((*args, *kwargs.values())):
             return
+        storage = output.untyped_storage()
         num_bytes = storage.nbytes()
         reference = weakref.ref(storage, lambda _: self._freed(key))
         self._live[key] = (reference, num_bytes)
@@ -127,10 +130,10 @@ class DeviceMemoryMeter(TorchDispatchMode):
             self._allocated_bytes -= entry[1]
 
 
-def _storage_keys(values: Any) -> Iterator[int]:
+def _storage_keys(values: Any) -> Iterator[Optional[int]]:
     """Yield the identities of the storages of all tensors among an operation's arguments."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value.untyped_storage()._cdata
+            yield memory_of(value)
         elif isinstance(value, (tuple, list)):
             yield from _storage_keys(value)

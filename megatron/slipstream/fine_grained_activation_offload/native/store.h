@@ -22,6 +22,12 @@ inline py::object keep(py::object object, const at::Tensor& tensor) {
   return wrap(tensor.detach());
 }
 
+// `is_dense` in memory_of.py.
+inline bool is_dense(const at::Tensor& tensor) {
+  return tensor.layout() == c10::kStrided && tensor.has_storage() && !tensor.is_nested() &&
+         !tensor.is_quantized() && !tensor.key_set().has(c10::DispatchKey::Functionalize);
+}
+
 // Whether megatron-core (on parameters) or Transformer Engine (on weights) forbids offloading.
 inline bool has_opted_out(PyObject* tensor) {
   static PyObject* const names[] = {PyUnicode_InternFromString("_do_not_offload"),
@@ -341,10 +347,9 @@ class Store : Alive<Store> {
   }
 
   bool is_movable(const at::Tensor& tensor, const py::object& object) const {
-    return tensor.device().type() == device_type_ && tensor.layout() == c10::kStrided &&
-           !tensor.is_nested() && tensor.numel() > 0 && !tensor.is_conj() && !tensor.is_neg() &&
-           !tensor._is_zerotensor() && !tensor._fw_grad(/*level=*/0).defined() &&
-           !has_opted_out(object.ptr());
+    return tensor.device().type() == device_type_ && is_dense(tensor) && tensor.numel() > 0 &&
+           !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor() &&
+           !tensor._fw_grad(/*level=*/0).defined() && !has_opted_out(object.ptr());
   }
 
   static bool is_of_parameter(const at::Tensor& tensor) {

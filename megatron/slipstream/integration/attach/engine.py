@@ -41,6 +41,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
+from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
 from megatron.slipstream.integration.engine_setup import host_limit
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ class AttachedEngine(OffloadEngine):
         self._thread = _Thread()
         super().__init__(*arguments)
         self._model = weakref.ref(model)
-        self._constants: Optional[frozenset[int]] = None
+        self._constants: Optional[frozenset[Optional[int]]] = None
         """Storages of the model's parameters and buffers; None if not yet collected in this pass,
         since wrappers may reallocate parameters."""
         self._largest: dict[int, int] = {}
@@ -343,12 +344,12 @@ class AttachedEngine(OffloadEngine):
             model = self._model()
             own = () if model is None else (*model.parameters(), *model.buffers())
             self._constants = frozenset(
-                entry.untyped_storage()._cdata
+                memory_of(entry)
                 for entry in own
                 if type(entry) in (torch.Tensor, torch.nn.Parameter)
-                and entry.layout is torch.strided
             )
-        return not tensor.is_nested and tensor.untyped_storage()._cdata in self._constants
+        memory = memory_of(tensor)
+        return memory is not None and memory in self._constants
 
     @torch.compiler.disable
     def read(self, saved: Any) -> torch.Tensor:

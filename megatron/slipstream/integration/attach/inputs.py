@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.fine_grained_activation_offload.memory_of import is_dense
 from megatron.slipstream.integration.attach.engine import (
     AttachedEngine,
     BackwardHook,
@@ -56,7 +57,7 @@ def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    return type(tensor) is torch.Tensor and is_dense(tensor)
 
 
 class CheckpointInputs:
