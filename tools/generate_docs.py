@@ -51,7 +51,7 @@ MEGATRON_OPTIONS = (
     MegatronOption(
         "min_offloaded_tensor_size",
         1048576,
-        "Tensors with fewer elements (not bytes) stay on the device.",
+        "Tensors whose memory has fewer elements (not bytes) stay on the device.",
     ),
     MegatronOption(
         "activation_offload_fraction",

@@ -198,18 +198,17 @@ class _Layer:
             groups = shape.heads
             key_width = latent.qk_head_dim + latent.qk_pos_emb_head_dim
             value_width = latent.v_head_dim
-        value_numel = value_stored = shape.tokens * groups * value_width
+        stored = shape.tokens * groups * value_width
         if shape.attention_backend in ("unfused", "local"):
             if groups == shape.heads and not latent and shape.attention_backend == "local":
                 # Values are a view of the projection's output, all of which is kept.
-                value_stored = shape.tokens * (shape.heads + 2 * groups) * shape.head_dim
+                stored = shape.tokens * (shape.heads + 2 * groups) * shape.head_dim
             groups = shape.heads  # Keys and values are repeated for each query head.
-            value_numel = shape.tokens * groups * value_width
-            value_stored = max(value_stored, value_numel)
+            stored = max(stored, shape.tokens * groups * value_width)
         return (
             self._tensor("query", shape.tokens * shape.heads * key_width),
             self._tensor("key", shape.tokens * groups * key_width),
-            SavedTensor("value", value_numel, value_stored * shape.element_bytes),
+            self._tensor("value", stored),
         )
 
     def _scores(self) -> list[SavedTensor]:

@@ -265,7 +265,8 @@ class ActivationStore:
         if storage is None or not storage.serves(tensor):
             base = tensor._base  # A parameter's transpose, say, is a plain tensor.
             is_of_parameter = base is not None and isinstance(base, torch.nn.Parameter)
-            is_small = tensor.numel() < group.min_numel
+            num_kept_alive = tensor.untyped_storage().nbytes() // tensor.itemsize
+            is_small = num_kept_alive < group.min_numel
             if is_of_parameter or is_small or not is_there(tensor):
                 return _keep(tensor)
             position = len(group.held)

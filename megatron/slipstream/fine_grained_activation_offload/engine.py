@@ -168,7 +168,7 @@ class OffloadEngine:
 
         Args:
             vp_stage: Index of the model chunk on this rank.
-            min_numel: Tensors of fewer elements stay on the device.
+            min_numel: Tensors whose memory has fewer elements stay on the device.
             pp_rank: Pipeline-parallel rank.
             **policy: Options of the model's configuration, by their names in ``PolicyOptions``.
         """

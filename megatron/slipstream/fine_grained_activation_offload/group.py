@@ -39,7 +39,7 @@ class OffloadTensorGroup:
 
     Args:
         label: Its position in the iteration and in the model.
-        min_numel: Tensors of fewer elements stay on the device.
+        min_numel: Tensors whose memory has fewer elements stay on the device.
     """
 
     __slots__ = (

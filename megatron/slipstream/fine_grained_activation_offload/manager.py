@@ -138,7 +138,7 @@ class PipelineOffloadManager(OffloadEngine):
             pp_rank: Pipeline-parallel rank.
             vp_size: Number of model chunks on this rank; None means 1.
             vp_stage: Index of this model chunk; None means 0.
-            min_offloaded_tensor_size: Minimum size of a moving tensor, in elements.
+            min_offloaded_tensor_size: Minimum size of a moving tensor's memory, in elements.
             delta_offload_bytes_across_pp_ranks: Additional bytes that each later rank keeps.
             activation_offload_fraction: Fraction of a pass's groups that move.
             max_inflight_offloads: See ``PolicyOptions``.

@@ -90,8 +90,9 @@ class Store : Alive<Store> {
     std::shared_ptr<Storage> storage;
     if (known != context_->by_memory.end()) storage = known->second->shared();
     if (!storage || !storage->serves(tensor)) {
-      if (is_of_parameter(tensor) || tensor.numel() < group->min_numel ||
-          extent_of(tensor).stop > static_cast<int64_t>(tensor.storage().nbytes())) {
+      const auto storage_nbytes = static_cast<int64_t>(tensor.storage().nbytes());
+      if (is_of_parameter(tensor) || storage_nbytes / tensor.element_size() < group->min_numel ||
+          extent_of(tensor).stop > storage_nbytes) {
         return keep(std::move(object), tensor);
       }
       storage = std::make_shared<Storage>(tensor, group, static_cast<int64_t>(group->held.size()),

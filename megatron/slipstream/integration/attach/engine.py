@@ -158,7 +158,7 @@ class AttachedEngine(OffloadEngine):
     Args:
         arguments: Arguments of :class:`OffloadEngine`.
         model: The model; its parameters and buffers stay on the device.
-        min_offloaded_tensor_size: Tensors of fewer elements stay on the device.
+        min_offloaded_tensor_size: Tensors whose memory has fewer elements stay on the device.
         activation_offload_fraction: Fraction of a pass's groups that may be offloaded.
     """
 

@@ -97,7 +97,8 @@ def attach(
             (``*`` is one part of a name, ``**`` any number), or module types. Each call of such a
             module is a group, offloaded as a whole. Of nested matches, only the outermost counts.
         config: Slipstream's own settings; None for the defaults.
-        min_offloaded_tensor_size: Tensors of fewer elements stay on the device.
+        min_offloaded_tensor_size: Tensors whose memory has fewer elements stay on the device. A
+            small view counts as all the memory that it keeps alive.
         activation_offload_fraction: Fraction of each pass's groups to offload, earliest first.
 
     Returns:

@@ -48,7 +48,7 @@ class OffloadOptions(TypedDict, total=False):
     """Bytes that each pipeline rank keeps beyond those of the previous one. Since megatron-core
     0.19."""
     min_offloaded_tensor_size: Optional[int]
-    """Tensors of fewer elements (not bytes) stay on the device."""
+    """Tensors whose memory has fewer elements (not bytes) stay on the device."""
     delay_offload_until_cuda_graph: Optional[bool]
     """Delay the copies of eager groups until the next CUDA graph is launched. Since megatron-core
     0.19."""
