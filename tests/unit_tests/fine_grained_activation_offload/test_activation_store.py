@@ -166,7 +166,7 @@ def test_a_part_saved_by_a_group_that_is_still_open_leaves_with_the_rest(
     bench.store.commit(first)
     odd = base[1021:1061]
     saved_odd = bench.save(second, odd)
-    bench.store.copy_out(first, lambda *_: True)
+    bench.store.copy_out(first)
     expected = whole.clone(), odd.clone()
     del base, whole, odd
     bench.store.release(first)
@@ -193,10 +193,46 @@ def test_memory_emptied_for_good_comes_back_from_the_host(bench: HandDriven) -> 
 def test_memory_emptied_before_its_commit_is_not_copied(bench: HandDriven) -> None:
     tensor = torch.randn(128)
     group = bench.group()
-    bench.save(group, tensor)
+    saved = bench.save(group, tensor)
     tensor.untyped_storage().resize_(0)
     bench.send(group)
     assert bench.copies == 0
+    assert saved.storage.residence is Residence.DEVICE
+
+
+def test_memory_that_has_another_size_by_now_is_another_storage(bench: HandDriven) -> None:
+    """Discarded, and filled with something longer, before it has left."""
+    tensor = torch.randn(64)
+    group = bench.group()
+    saved = bench.save(group, tensor)
+    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(4 * 512)
+    longer = torch.empty(0).set_(tensor.untyped_storage(), 0, (512,)).copy_(torch.randn(512))
+    expected = longer.clone()
+    saved_longer = bench.save(group, longer)
+    assert saved_longer.storage is not saved.storage
+    del tensor, longer
+    bench.send(group)
+    assert bench.copies == 1
+    assert torch.equal(bench.unpack(saved_longer), expected)
+
+
+def test_bytes_changed_past_the_counter_are_not_read_from_the_copy_before(
+    bench: HandDriven,
+) -> None:
+    """The saved tensor's counter shows nothing: the change was made with another's."""
+    tensor = torch.randn(128)
+    first, second = bench.group("first"), bench.group("second")
+    saved = bench.save(first, tensor)
+    data = tensor.data
+    bench.send(first)
+    data.add_(1)
+    expected = data.clone()
+    saved_data = bench.save(second, data)
+    del tensor, data
+    bench.send(second)
+    assert torch.equal(bench.unpack(saved_data), expected)
+    del saved
 
 
 @pytest.mark.parametrize("when", ["before commit", "while leaving", "after it stayed"])

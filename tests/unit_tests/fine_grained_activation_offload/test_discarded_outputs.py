@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import pytest
 import torch
-from hand_driven import HandDriven
+from hand_driven import LAZY_NATIVE, HandDriven
 from toy_model import make_manager
 
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
@@ -169,20 +169,27 @@ def test_a_copy_out_of_what_is_discarded_is_called_back() -> None:
     assert torch.equal(value.grad, expected)
 
 
-@pytest.mark.parametrize("is_emptied", [True, False])
-def test_only_what_is_emptied_counts_as_recomputed(is_emptied: bool) -> None:
+@pytest.mark.parametrize("backend", ["cpu", LAZY_NATIVE])
+@pytest.mark.parametrize("what", ["emptied", "emptied and filled elsewhere", "changed in place"])
+def test_only_what_is_emptied_counts_as_recomputed(what: str, backend: str) -> None:
     """A tensor changed in place while it is copied stays too, for another reason."""
-    bench = HandDriven("cpu")
+    bench = HandDriven(backend)
     tensor = torch.randn(64)
     group = bench.group()
     kept = bench.save(group, tensor)
     bench.copy_out(group)
-    if is_emptied:
-        tensor.untyped_storage().resize_(0)
-    else:
+    if what == "changed in place":
         tensor.add_(1)
+    else:
+        nbytes, address = tensor.untyped_storage().nbytes(), tensor.data_ptr()
+        tensor.untyped_storage().resize_(0)
+        if what == "emptied and filled elsewhere":
+            taken = [torch.empty(64) for _ in range(20)]
+            tensor.untyped_storage().resize_(nbytes)
+            assert tensor.data_ptr() != address
+            del taken
     bench.store.release(group)
     assert kept.storage.is_on_device
     (traced,) = bench.recorder.finish(0, bench.groups).storages
     assert traced.held_outside
-    assert traced.is_recomputed is is_emptied
+    assert traced.is_recomputed is (what != "changed in place")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -274,27 +275,115 @@ def test_a_copy_out_waits_for_every_copy_of_the_bytes_it_writes() -> None:
         assert torch.equal(hand.store.read(item), expected)
 
 
-@pytest.mark.parametrize("stream, waits", [("the same", False), ("another", True)])
-def test_a_copy_in_on_another_stream_follows_the_copy_out(
-    stream: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+# Several compute streams. On this backend all computation is on one, so the waits are looked at.
+
+KINDS = pytest.mark.parametrize("kind", ["cpu-lazy", LAZY_NATIVE])
+
+
+class TwoStreams(HandDriven):
+    """Notes who waits for whom, and which memory the allocator is told of."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.first, self.second = self.backend.current_stream(), self.backend.new_stream()
+        self._current = self.first
+        self.waits: list[tuple[Any, Any]] = []
+        """The stream that waits, and the one for which it does."""
+        self.held: list[tuple[int, Any]] = []
+        wait = self.backend.wait
+
+        def noted(stream: Any, event: Any) -> None:
+            self.waits.append((stream, event.stream))
+            wait(stream, event)
+
+        self.backend.wait = noted  # type: ignore[method-assign]
+        self.backend.current_stream = lambda: self._current  # type: ignore[method-assign]
+        self.backend.hold = lambda tensor, stream: self.held.append(  # type: ignore[method-assign]
+            (tensor.data_ptr(), stream)
+        )
+
+    @contextlib.contextmanager
+    def on_second(self) -> Iterator[None]:
+        """Context in which the second stream is the current one."""
+        self._current = self.second
+        yield
+        self._current = self.first
+
+    @property
+    def d2h(self) -> Any:
+        """The stream of copies out."""
+        return self.store.copy_streams.d2h
+
+
+@KINDS
+def test_a_copy_out_follows_all_streams_that_saved(kind: str) -> None:
+    hand = TwoStreams(kind)
+    group, tensor = hand.group(), torch.ones(4096)
+    with hand.on_second():
+        _saved = hand.save(group, tensor)
+    hand.copy_out(group)
+    assert set(hand.waits) == {(hand.d2h, hand.first), (hand.d2h, hand.second)}
+
+
+@KINDS
+@pytest.mark.parametrize("is_second_first", [True, False])
+def test_all_streams_that_saved_wait_before_the_memory_is_released(
+    kind: str, is_second_first: bool
 ) -> None:
+    hand = TwoStreams(kind)
+    group, tensor = hand.group(), torch.ones(4096)
+    saved = [] if is_second_first else [hand.save(group, tensor)]
+    with hand.on_second():
+        saved.append(hand.save(group, tensor))
+    hand.copy_out(group)
+    hand.waits.clear()
+    hand.store.release(group)
+    assert sorted(hand.waits, key=str) == sorted(
+        [(hand.first, hand.d2h), (hand.second, hand.d2h)], key=str
+    )
+
+
+@KINDS
+@pytest.mark.parametrize("is_on_second", [False, True])
+def test_a_copy_in_on_another_stream_follows_the_copy_out(kind: str, is_on_second: bool) -> None:
     """[Note: A copy in follows its own copy out]: the second stream waits by E3 as well."""
-    hand = HandDriven()
+    hand = TwoStreams(kind)
     group = hand.group()
-    saved = hand.save(group, torch.ones(4096))
+    _saved = hand.save(group, torch.ones(4096))
     hand.send(group)
-    if stream == "another":
-        monkeypatch.setattr(hand.backend, "current_stream_id", lambda: stream)
-    waited_for = []
-    wait = hand.backend.wait
+    hand.waits.clear()
+    with hand.on_second() if is_on_second else contextlib.nullcontext():
+        hand.copy_in(group)
+    assert ((hand.second, hand.d2h) in hand.waits) is is_on_second
+    assert (hand.first, hand.d2h) not in hand.waits, "it has waited before the release"
+    hand.store.copy_streams.finish()  # The second stream computes nothing that could wait.
 
-    def noted(stream: Any, event: Any) -> None:
-        waited_for.append(event)
-        wait(stream, event)
 
-    monkeypatch.setattr(hand.backend, "wait", noted)
-    hand.store.copy_in(group.storages())
-    assert (saved.storage.out_signal.event in waited_for) is waits
+@KINDS
+def test_streams_wait_for_the_copy_out_of_what_is_dropped(kind: str) -> None:
+    """Its memory is free at once, and d2h still reads it."""
+    hand = TwoStreams(kind)
+    group = hand.group()
+    with hand.on_second():
+        saved = hand.save(group, torch.ones(4096))
+    hand.copy_out(group)
+    hand.waits.clear()
+    del saved
+    assert set(hand.waits) == {(hand.first, hand.d2h), (hand.second, hand.d2h)}
+
+
+@KINDS
+@pytest.mark.parametrize("crosses_streams", [True, False])
+def test_the_allocator_is_told_of_copies_out_of_memory_of_other_streams(
+    kind: str, crosses_streams: bool
+) -> None:
+    """[Note: Layers that run in nodes]."""
+    hand = TwoStreams(kind)
+    hand.store.crosses_streams = crosses_streams
+    group, tensor = hand.group(), torch.ones(4096)
+    _saved = hand.save(group, tensor)
+    hand.copy_out(group)
+    assert hand.held == ([(tensor.data_ptr(), hand.d2h)] if crosses_streams else [])
 
 
 def test_memory_read_while_it_leaves_is_given_to_no_stream_before_its_copy_has_ended(

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -18,7 +18,12 @@ from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_sched
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostAllocation, HostPool
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.fine_grained_activation_offload.plan_entry import MAX_LAYOUTS_LEFT, Phase
+from megatron.slipstream.fine_grained_activation_offload.native import native_module
+from megatron.slipstream.fine_grained_activation_offload.plan_entry import (
+    MAX_LAYOUTS_LEFT,
+    Phase,
+    PlanEntry,
+)
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.host_layout import (
@@ -41,10 +46,28 @@ class Use(NamedTuple):
     position: int
 
 
+def use_in_python(position: int) -> Any:
+    return Use("h2d", position)
+
+
+def uses_in_cpp() -> Callable[[int], Any]:
+    native = native_module()
+    assert native is not None
+    waits, stream = native.Waits(CpuBackend()), object()
+    return lambda _: waits.signal(object(), stream, "h2d")
+
+
 class Iteration:
     """Asks the pool for what is planned, and gives it back, with a signal for each last copy."""
 
-    def __init__(self, pool: HostPool, requests: Sequence[HostRequest], first: int) -> None:
+    def __init__(
+        self,
+        pool: HostPool,
+        requests: Sequence[HostRequest],
+        first: int,
+        make_use: Callable[[int], Any] = use_in_python,
+    ) -> None:
+        self._make_use = make_use
         self._pool = pool
         self._requests = requests
         self._position = first
@@ -66,7 +89,7 @@ class Iteration:
                 self.waits[storage] = set(allocation.last_use)
             else:
                 allocation = self.in_use.pop(storage)
-                allocation.last_use = (Use("h2d", self._position),)
+                allocation.last_use = (self._make_use(self._position),)
                 self._pool.free(allocation)
             yield storage
 
@@ -98,8 +121,8 @@ def requests_of(seed: int) -> list[HostRequest]:
     return derive_schedule(plan).host_requests()
 
 
-def make_pool(slabs: Sequence[int]) -> HostPool:
-    pool = HostPool(CpuBackend())
+def make_pool(slabs: Sequence[int], is_native: bool = False) -> HostPool:
+    pool = HostPool(CpuBackend(), native=native_module() if is_native else None)
     for nbytes in slabs:
         pool._add_slab(nbytes)
     return pool
@@ -151,19 +174,23 @@ def test_the_first_user_of_a_byte_waits_for_the_copies_of_the_iteration_before()
         last = rest._position
 
 
+IN_BOTH = pytest.mark.parametrize("is_native", [False, True], ids=["Python", "C++"])
+
+
+@IN_BOTH
 @pytest.mark.parametrize("seed", range(60))
-def test_no_byte_is_in_use_twice_whatever_an_iteration_asks_for(seed: int) -> None:
+def test_no_byte_is_in_use_twice_whatever_an_iteration_asks_for(seed: int, is_native: bool) -> None:
     """Storages that are not there, other requests in between, buffers that come back late."""
     draw = random.Random(seed)
     requests = requests_of(seed)
     storages = [storage for storage, nbytes in requests if nbytes]
-    pool = HostPool(CpuBackend())
-    pool._add_slab(256 * KIB)
+    pool = make_pool([256 * KIB], is_native)
+    make_use = uses_in_cpp() if is_native else use_in_python
     layout = layout_of(requests, pool.slab_lengths)
     others: list[HostAllocation] = []
     for number in range(6):
         skipped = draw.sample(storages, draw.randint(0, 2))
-        iteration = Iteration(pool, requests, 1000 * number)
+        iteration = Iteration(pool, requests, 1000 * number, make_use)
         is_followed = pool.follow(pool.make_layout(layout))
         assert is_followed is (pool.in_use_bytes == 0)
         for _ in iteration.run(True, skipped):
@@ -186,15 +213,64 @@ def test_no_byte_is_in_use_twice_whatever_an_iteration_asks_for(seed: int) -> No
     pool.allocate(pool.allocated_bytes)  # all of it is one range again
 
 
-def test_a_buffer_that_comes_back_late_is_not_given_to_the_next() -> None:
+@IN_BOTH
+def test_a_buffer_that_comes_back_late_is_not_given_to_the_next(is_native: bool) -> None:
     requests = [HostRequest(0, 4 * KIB), HostRequest(0, 0), HostRequest(1, 4 * KIB)]
-    pool = make_pool([8 * KIB])
+    pool = make_pool([8 * KIB], is_native)
     assert pool.follow(pool.make_layout(layout_of(requests, [8 * KIB])))
     first = pool.allocate_planned(0, 4 * KIB)
     assert first is not None
     assert pool.allocate_planned(1, 4 * KIB) is None, "the first one is still in use"
     second = pool.allocate(4 * KIB)
     assert second.buffer.start != first.buffer.start
+
+
+@IN_BOTH
+def test_the_next_user_of_bytes_is_not_given_them_before_the_first(is_native: bool) -> None:
+    """The first user may come late, and then has the same bytes."""
+    requests = [HostRequest(0, 4 * KIB), HostRequest(0, 0), HostRequest(1, 4 * KIB)]
+    pool = make_pool([8 * KIB], is_native)
+    assert pool.follow(pool.make_layout(layout_of(requests, [8 * KIB])))
+    assert pool.allocate_planned(1, 4 * KIB) is None
+
+
+@IN_BOTH
+@pytest.mark.parametrize("is_back", [True, False])
+def test_a_buffer_is_given_once_in_an_iteration(is_back: bool, is_native: bool) -> None:
+    """Even if it is back: the next user of its bytes waits for the planned copies only."""
+    requests = [HostRequest(0, 4 * KIB), HostRequest(0, 0), HostRequest(1, 4 * KIB)]
+    pool = make_pool([8 * KIB], is_native)
+    layout = pool.make_layout(layout_of(requests, [8 * KIB]))
+    for _ in range(2):
+        assert pool.follow(layout)
+        first = pool.allocate_planned(0, 4 * KIB)
+        assert first is not None
+        if is_back:
+            pool.free(first)
+        assert pool.allocate_planned(0, 4 * KIB) is None
+        if not is_back:
+            pool.free(first)
+
+
+@IN_BOTH
+def test_a_layout_goes_with_its_slabs(is_native: bool) -> None:
+    """The buffers of an earlier layout lie in memory that has been returned."""
+    plan = build_plan(trace_of(one_f_one_b(2, 0, 3), Model(2)), PolicyOptions())
+    entry = PlanEntry(plan, phase=Phase.SETTLED)
+    pool = make_pool([4 << 20], is_native)
+    before = entry.layout_in(pool)
+    assert before is not None
+    assert entry.layout_in(pool) is before
+    pool.trim_to(2 << 20)
+    layout = entry.layout_in(pool)
+    assert layout is not before
+    assert pool.follow(layout)
+    storage = plan.storages[0]
+    buffer = pool.allocate_planned(storage.index, storage.nbytes).buffer
+    slab = pool._slab_bytes[0]
+    assert slab.address <= buffer.address < slab.address + slab.nbytes
+    pool.close()
+    assert entry.layout_in(pool) is None, "there is no memory"
 
 
 # The engine.

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 import torch
-from hand_driven import HandDriven
+from hand_driven import LAZY_NATIVE, HandDriven
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
@@ -160,8 +160,9 @@ def test_larger_shapes_than_planned_keep_the_limit(backend: str) -> None:
 # One group.
 
 
-def test_a_group_moves_as_a_whole_or_stays() -> None:
-    hand = HandDriven()
+@pytest.mark.parametrize("kind", ["cpu-lazy", LAZY_NATIVE])
+def test_a_group_moves_as_a_whole_or_stays(kind: str) -> None:
+    hand = HandDriven(kind)
     hand.store.host_pool.limit_bytes = 40_000
     group = hand.group()
     first, second = torch.full((4096,), 1.0), torch.full((8192,), 2.0)
@@ -171,8 +172,9 @@ def test_a_group_moves_as_a_whole_or_stays() -> None:
     assert hand.store.host_pool.in_use_bytes == 0
     assert hand.store.modules["group"].num_kept_for_host_memory == 1
     assert hand.store.modules["group"].num_groups_moved == 0
-    assert torch.equal(hand.store.read(saved[0]), first)
-    assert torch.equal(hand.store.read(saved[1]), second)
+    assert all(item.storage.allocation is None for item in saved)
+    assert torch.equal(hand.unpack(saved[0]), first)
+    assert torch.equal(hand.unpack(saved[1]), second)
 
 
 def test_a_smaller_group_moves_where_a_larger_one_stays() -> None:

@@ -41,6 +41,9 @@ class SavesALeaf(torch.autograd.Function):
         assert leaf.is_leaf
         assert leaf.requires_grad
         with torch.enable_grad():
+            # What autograd, and hooks on gradients, see of the leaf itself.
+            accumulate: Any = leaf.view_as(leaf).grad_fn.next_functions[0][0]
+            assert torch.equal(accumulate.variable, leaf)
             return torch.autograd.grad(leaf * 2, leaf, gradients[0])[0]
 
 

@@ -32,6 +32,19 @@ def test_a_correct_engine_passes_and_the_guard_ends(backend: str, schedule: str)
     assert not manager.store.backend.poisons_dropped
 
 
+def test_cpp_moves_nothing_past_the_guard() -> None:
+    """What a plan moves is verified as often as where Python follows it."""
+    num_verified = []
+    for backend in ("cpu-lazy", LAZY_NATIVE):
+        chunks, manager = make_chunks(1), make_manager(backend, num_verified_iterations=6)
+        verifier = manager.store.verifier
+        assert verifier is not None
+        for _ in range(6):
+            run_schedule(chunks, SCHEDULES["accumulation"], manager)
+        num_verified.append(verifier.num_verified)
+    assert num_verified[0] == num_verified[1] > 0
+
+
 @pytest.mark.parametrize(
     "edge, named",
     # On this backend an unordered copy out spoils what it writes, not what it reads, so the blame
