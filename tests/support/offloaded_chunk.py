@@ -36,7 +36,8 @@ class OffloadedChunk:
         )
         self._engine: Optional[PipelineOffloadManager] = None
 
-    def _new_engine(self) -> PipelineOffloadManager:
+    def _new_engine(self, num_verified: int) -> PipelineOffloadManager:
+        assert num_verified == 0
         self.engines.append(self.make_engine())
         return self.engines[-1]
 

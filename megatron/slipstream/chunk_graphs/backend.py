@@ -298,7 +298,8 @@ class _EagerGraph(Graph):
         self._results = results
 
     def replay(self) -> None:
-        again = self._work()
+        with torch.enable_grad():  # As in the capture; a replay runs in a function of autograd.
+            again = self._work()
         with torch.no_grad():
             for result, new in zip(self._results, again, strict=True):
                 result.copy_(new)

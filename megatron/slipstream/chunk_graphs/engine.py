@@ -212,6 +212,8 @@ class ChunkGraphs:
             return self.chunk.run(hidden, **arguments)
         self.chunk.before_replay()
         self.num_replays += 1
+        if self.chunk.offloading is not None:
+            self.chunk.offloading.note_replay()
         output: torch.Tensor = Replay.apply(
             hidden,
             None if hidden.requires_grad else self._anchor,  # Autograd visits each input.
@@ -276,7 +278,9 @@ class ChunkGraphs:
                 with torch.no_grad():  # Other graphs may share the inputs.
                     slot.feed(sample, self._arguments.tensors)
                 if self.chunk.offloading is not None:
-                    slot.hooks = self.chunk.offloading.make_slot(slot.memory)
+                    slot.hooks = self.chunk.offloading.make_slot(
+                        slot.memory, self._backend.is_eager
+                    )
                 self._record(slot, parameters)
         except BaseException:
             for slot in slots:

@@ -17,6 +17,11 @@ and hides correspondingly fewer copies. Copies in graphs can also be slower: on 
 driver's default of eight hardware queues they reach 48 GB/s to the host, versus 55 in eager passes.
 So a slot is captured and replayed before the others, with events at its marks and copies, and the
 plan is updated from these times, twice. All ranks do so, as graphs may contain collectives.
+
+[Note: Verified passes]
+Comparing what came back with what left blocks the host, which a capture forbids. So the first
+passes of planning are verified, which are not timed, and no replay. Without a GPU a replay runs the
+pass again, so the first ones of each slot are verified too.
 """
 
 from __future__ import annotations
@@ -28,15 +33,13 @@ from functools import partial
 from typing import Optional
 
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
-from megatron.slipstream.fine_grained_activation_offload.counted_modules import (
-    ReplayedPass,
-    sum_of,
-)
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import SLACK
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.step_clock import StepClock, Times
+from megatron.slipstream.fine_grained_activation_offload.verify import nothing_poisoned
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.host_layout import size_class_bytes
 
@@ -89,28 +92,34 @@ class ChunkOffloading:
     """Offloading inside the graphs of one chunk.
 
     Args:
-        make_engine: Creates an engine.
+        make_engine: Creates an engine that verifies what comes back in its first passes, as many
+            as its argument says.
         begin_pass: Notifies an engine that a micro-batch enters the chunk, with the options of the
             model's configuration.
         marks_go_to: Returns a context in which the layers' marks go to an engine.
         note_replayed: Called once all slots are captured, with what moves in replays. Returns a
             function that is called when the graphs are deleted.
+        num_verified: Number of passes of each engine to verify: [Note: Verified passes].
     """
 
     def __init__(
         self,
-        make_engine: Callable[[], PipelineOffloadManager],
+        make_engine: Callable[[int], PipelineOffloadManager],
         begin_pass: Callable[[PipelineOffloadManager], None],
         marks_go_to: Callable[[PipelineOffloadManager], AbstractContextManager[None]],
         note_replayed: Callable[[ReplayedPass], Callable[[], object]],
+        num_verified: int = 0,
     ) -> None:
         self._make_engine = make_engine
+        self._num_verified = num_verified
         self._begin_pass = begin_pass
         self._marks_go_to = marks_go_to
         self._note_replayed = note_replayed
         self._plan: Optional[Plan] = None
         self._slots: list[SlotOffloading] = []
         """Slots of the capture in progress."""
+        self._replayed: Optional[ReplayedPass] = None
+        """The pass that the graphs replay; None without graphs."""
         self._forget_replayed: Optional[Callable[[], object]] = None
         """Undoes ``note_replayed``; None without graphs."""
         self.moved_bytes = 0
@@ -129,7 +138,7 @@ class ChunkOffloading:
         Yields:
             The planned pass.
         """
-        engine = self._make_engine()
+        engine = self._make_engine(min(self._num_verified, NUM_UNTIMED_RUNS))
         takes_time = engine.store.backend.takes_time
         num_runs = NUM_TIMED_RUNS if times_replays else NUM_RUNS_WITHOUT_REPLAYS
         engine.predict_overheads()  # A replayed graph costs the host nothing for each group.
@@ -151,13 +160,14 @@ class ChunkOffloading:
         finally:
             engine.close()
 
-    def make_slot(self, memory: SlotMemory) -> SlotOffloading:
+    def make_slot(self, memory: SlotMemory, is_eager: bool = False) -> SlotOffloading:
         """Return contexts for the capture of one slot, as planned.
 
         Args:
             memory: The slot's memory.
+            is_eager: Whether a replay enters the contexts once more.
         """
-        slot = self._slot(self._plan, memory)
+        slot = self._slot(self._plan, memory, num_verified=self._num_verified if is_eager else 0)
         self._slots.append(slot)
         self.host_bytes += slot.added_host_bytes
         if self._plan is not None:
@@ -167,22 +177,34 @@ class ChunkOffloading:
     def note_captured(self) -> None:
         """Call when the graphs of all slots are captured."""
         if self._plan is not None:
-            modules = sum_of(*(slot.modules for slot in self._slots))
-            replayed = ReplayedPass(self._plan, modules, self.host_bytes)
-            self._forget_replayed = self._note_replayed(replayed)
+            # All slots follow the same plan.
+            self._replayed = ReplayedPass(
+                self._slots[0].modules, plan=self._plan, host_bytes=self.host_bytes
+            )
+            self._forget_replayed = self._note_replayed(self._replayed)
         self._slots.clear()
+
+    def note_replay(self) -> None:
+        """Call for each replay of a slot's forward graph."""
+        if self._replayed is not None:
+            self._replayed.num_replays += 1
 
     def note_deleted(self) -> None:
         """Call when the graphs are deleted."""
         if self._forget_replayed is not None:
             self._forget_replayed()
-            self._forget_replayed = None
+            self._forget_replayed = self._replayed = None
 
     def _slot(
-        self, plan: Optional[Plan], memory: SlotMemory, is_timed: bool = False
+        self,
+        plan: Optional[Plan],
+        memory: SlotMemory,
+        is_timed: bool = False,
+        num_verified: int = 0,
     ) -> SlotOffloading:
+        engine = self._make_engine(num_verified)
         contexts = (self._begin_pass, self._marks_go_to)
-        return SlotOffloading(self._make_engine(), plan, memory, *contexts, is_timed)
+        return SlotOffloading(engine, plan, memory, *contexts, is_timed, num_verified)
 
 
 class SlotOffloading:
@@ -195,6 +217,7 @@ class SlotOffloading:
         begin_pass: See :class:`ChunkOffloading`.
         marks_go_to: See there.
         is_timed: Whether each replay records the times of its marks and copies.
+        num_verified: Number of passes that the engine verifies.
     """
 
     def __init__(
@@ -205,8 +228,10 @@ class SlotOffloading:
         begin_pass: Callable[[PipelineOffloadManager], None],
         marks_go_to: Callable[[PipelineOffloadManager], AbstractContextManager[None]],
         is_timed: bool = False,
+        num_verified: int = 0,
     ) -> None:
         self._engine = engine
+        self._num_left_to_verify = num_verified
         self._plan = plan
         self._begin_pass = begin_pass
         self._marks_go_to = marks_go_to
@@ -238,16 +263,12 @@ class SlotOffloading:
             self._clock.restart()
         self._begin_pass(self._engine)
         self._engine.follow(self._plan, self._clock)
-        streams = self._engine.store.copy_streams
-        streams.begin_graph()
-        try:
+        with self._graph():
             with self._marks_go_to(self._engine):
                 yield
             assert self._memory is not None
             self._memory.tail.begin()  # First: releasing a group waits for its copies.
             self._engine.release_all()
-        finally:
-            streams.end_graph()
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -255,16 +276,29 @@ class SlotOffloading:
         if self._plan is None:
             yield
             return
-        streams = self._engine.store.copy_streams
-        streams.begin_graph()
         try:
-            yield
-            if self._clock is not None:
-                self._clock.note_step()
+            with self._graph():
+                yield
+                if self._clock is not None:
+                    self._clock.note_step()
         finally:
-            streams.end_graph()
             self.modules = self._engine.store.modules
             self._engine.forget_pass()
+        self._num_left_to_verify -= 1
+        if self._num_left_to_verify <= 0:
+            self._engine.stop_verifying()
+
+    @contextlib.contextmanager
+    def _graph(self) -> Iterator[None]:
+        """Context of the copies of one graph."""
+        store = self._engine.store
+        is_verified = store.verifier is not None
+        store.copy_streams.begin_graph()
+        try:
+            with contextlib.nullcontext() if is_verified else nothing_poisoned(store.backend):
+                yield
+        finally:
+            store.copy_streams.end_graph()
 
     def read_times(self) -> Optional[Times]:
         """Return the times of the last replay, which has ended; None if there are none."""

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
@@ -41,23 +41,46 @@ class CountedModules:
         return dict(self._modules)
 
 
-class ReplayedPass(NamedTuple):
+@dataclass
+class ReplayedGraph:
+    """What one replay of a graph moves, and how often it has been replayed."""
+
+    modules: Mapping[str, ModuleCounters]
+    """Counters for one replay of its forward and backward, by module name."""
+    num_replays: int = 0
+    """Replays in the running iteration."""
+
+    def take_replays(self) -> Replays:
+        """End an iteration; return its replays."""
+        replays = Replays(self.modules, self.num_replays)
+        self.num_replays = 0
+        return replays
+
+
+class Replays(NamedTuple):
+    """Replays of a graph in an iteration."""
+
+    modules: Mapping[str, ModuleCounters]
+    """Counters for one replay, by module name."""
+    number: int
+
+
+@dataclass
+class ReplayedPass(ReplayedGraph):
     """A pass replayed by whole-chunk graphs: its marks do not reach an engine."""
 
-    plan: Plan
+    plan: Plan = field(kw_only=True)
     """The plan that its graphs follow."""
-    modules: Mapping[str, ModuleCounters]
-    """Counters for one replay of each of its graphs, by module name."""
-    host_bytes: int
+    host_bytes: int = field(kw_only=True)
     """Host memory that only these graphs use."""
 
 
-def sum_of(*counted: Mapping[str, ModuleCounters]) -> dict[str, ModuleCounters]:
-    """Sum counters by module name."""
+def sum_of(replays: Iterable[Replays]) -> dict[str, ModuleCounters]:
+    """Sum the counters of replays by module name."""
     total: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
-    for modules in counted:
+    for modules, number in replays:
         for name, counters in modules.items():
-            total[name].add(asdict(counters))
+            total[name].add({key: number * amount for key, amount in vars(counters).items()})
     return dict(total)
 
 

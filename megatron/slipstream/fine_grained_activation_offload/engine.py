@@ -38,6 +38,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 from megatron.slipstream.fine_grained_activation_offload.host_trim import HostTrimmer
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
 from megatron.slipstream.fine_grained_activation_offload.markers import at_first_gradient
+from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
@@ -87,8 +88,8 @@ class OffloadEngine:
         self._tuner = Tuner(self.store, self._cache, self._report, options or PolicyOptions())
         self.store.host_pool.limit_bytes = self._tuner.options.host_memory_limit_bytes
         self._host_trimmer = HostTrimmer(self.store, self._cache, self._tuner, self._report)
-        self._policy: dict[str, Any] = {}
-        """The model's options in the latest pass."""
+        self._policy: Optional[PassPolicy] = None
+        """The policy of the latest pass."""
         self._num_verified_iterations = num_verified_iterations
         if num_verified_iterations > 0:
             self.store.verifier = Verifier(backend)
@@ -161,16 +162,15 @@ class OffloadEngine:
 
     # The life of a pass and of its groups.
 
-    def begin_pass(self, vp_stage: int, min_numel: int, pp_rank: int = 0, **policy: Any) -> None:
+    def begin_pass(self, vp_stage: int, policy: PassPolicy, pp_rank: int = 0) -> None:
         """Begin the pass of a micro-batch through a model chunk.
 
         Passes without gradients, and recomputations in backward, are ignored.
 
         Args:
             vp_stage: Index of the model chunk on this rank.
-            min_numel: Tensors whose memory has fewer elements stay on the device.
+            policy: The model's options.
             pp_rank: Pipeline-parallel rank.
-            **policy: Options of the model's configuration, by their names in ``PolicyOptions``.
         """
         self._now.chunk = None
         if not self._is_training_forward():
@@ -179,7 +179,7 @@ class OffloadEngine:
         self._report.pp_rank = pp_rank
         if policy != self._policy:
             self._policy = policy
-            if self._tuner.change_options(replace(self._tuner.options, **policy)):
+            if self._tuner.change_options(policy.applied_to(self._tuner.options)):
                 self._executor.leave_plan(self._now, self._now.num_steps)
                 self._last_plan = self._next_plan = None
         self._begin_trial()
@@ -190,7 +190,7 @@ class OffloadEngine:
         if now.num_steps == 0:
             now.passes.clear()  # They had no marks, or the iteration failed before its first one.
         micro_batch = sum(chunk.vp_stage == vp_stage for chunk in now.passes)
-        now.chunk = self.store.make_pass(len(now.passes), vp_stage, min_numel, micro_batch)
+        now.chunk = self.store.make_pass(len(now.passes), vp_stage, policy.min_numel, micro_batch)
         now.passes.append(now.chunk)
 
     def start_group(self, name: str) -> None:
@@ -226,7 +226,7 @@ class OffloadEngine:
     @property
     def are_marks_in_graphs(self) -> bool:
         """Whether graphs replay passes, with fewer marks or none."""
-        return bool(self.graphs.modules or self.replayed)
+        return bool(self.graphs.of_layers or self.replayed)
 
     def _stays(self, group: OffloadTensorGroup) -> bool:
         """Return whether the plan keeps the group, so its saved tensors need not be tracked."""
@@ -276,6 +276,8 @@ class OffloadEngine:
     def close(self) -> None:
         """Free the host memory. Saved tensors cannot be read afterwards."""
         self._clear_iteration()
+        if self.store.verifier is not None:
+            self.store.verifier.stop()
         self.store.close()
 
     def read(self, saved: Any) -> torch.Tensor:
@@ -419,7 +421,7 @@ class OffloadEngine:
         self._report.is_left_out = is_trial
         if not is_trial:  # otherwise the report keeps the previous iteration's figures
             self._report_builder.counted = CountedModules()
-        self._report_builder.note_iteration(self.are_marks_in_graphs)
+        self._report_builder.note_iteration()
         self._host_trimmer.end_iteration(self._last_plan)
 
     def _begin_iteration(self) -> None:
@@ -454,9 +456,9 @@ class OffloadEngine:
             self._last_plan = self._cache.find(plan.trace.steps_key)
             self._next_plan = self._cache.plan_after(plan)
         self._report.is_left_out = False
-        self._report_builder.note_iteration(self.are_marks_in_graphs)
-        if self.store.verifier is not None:
-            self._stop_verifying(self.store.verifier)
+        self._report_builder.note_iteration()
+        if self._report.num_iterations >= self._num_verified_iterations:
+            self.stop_verifying()
         self._report_builder.counted = self._clear_iteration()
         # The allocator is read at every mark only while its readings are needed.
         self._recorder.reads_memory = False
@@ -471,14 +473,17 @@ class OffloadEngine:
         if self._tuner.change_options(options):
             self._executor.leave_plan(self._now, self._now.num_steps)
 
-    def _stop_verifying(self, verifier: Verifier) -> None:
-        if self._report.num_iterations >= self._num_verified_iterations:
+    def stop_verifying(self) -> None:
+        """Stop verifying what comes back, if it is verified."""
+        verifier = self.store.verifier
+        if verifier is not None:
             verifier.stop()
             self.store.verifier = None
             logger.info(
-                "offload_verify: %d storages came back unchanged in %d iterations; verifying ends",
+                "offload_verify: %d storages came back unchanged in the first %d iterations; "
+                "verifying ends",
                 verifier.num_verified,
-                self._report.num_iterations,
+                self._num_verified_iterations,
             )
 
     def _make_plan(self) -> Plan:

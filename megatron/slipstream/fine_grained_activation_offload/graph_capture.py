@@ -32,6 +32,11 @@ import torch
 
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import (
+    ReplayedGraph,
+    Replays,
+    sum_of,
+)
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
@@ -49,6 +54,21 @@ SLACK = 1 / 8
 """Extra host memory, as a fraction of the plan's, since the buffer layout differs."""
 
 
+ONE_SIZE = 0
+"""The context-parallel size in a :class:`GraphId` if it never changes."""
+
+
+class GraphId(NamedTuple):
+    """Identifies the forward and backward graph of a layer."""
+
+    vp_stage: int
+    layer_number: int
+    number: int
+    """Number of the set, or of the micro-batch if each one has its own graphs."""
+    cp_size: int
+    """Context-parallel size; :data:`ONE_SIZE` if it never changes."""
+
+
 class GraphedLayer:
     """The forward and backward graphs of one layer and one micro-batch."""
 
@@ -56,6 +76,8 @@ class GraphedLayer:
         self.before = before
         """The layer whose backward runs next; None for the first layer of a model chunk."""
         self.groups: list[OffloadTensorGroup] = []
+        self.counters: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
+        """Counters of one replay, by module name."""
         self.static: frozenset[Optional[int]] = frozenset()
         """Addresses of torch's storage objects of its inputs, which the graph keeps alive."""
 
@@ -73,6 +95,7 @@ class _Outside(NamedTuple):
     host_pool: HostPool
     modules: defaultdict[str, ModuleCounters]
     verifier: Optional[Verifier]
+    poisons_dropped: bool
 
 
 class _Set(NamedTuple):
@@ -103,16 +126,19 @@ class GraphCaptures:
         self._store = store
         self.min_numel = 1
         """Tensors of fewer elements stay on the device."""
-        self.modules: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
-        """The counters of one replay of all graphs, by module name."""
+        self.of_layers: dict[GraphId, ReplayedGraph] = {}
+        """The graphs, with the counters of their replays."""
+        self.moves_anything = False
+        """Whether any graph has copies."""
         self._pools: dict[Optional[_Set], HostPool] = {}
         """The host memory of the graphs, by set."""
         self._set: Optional[_Set] = None
         """The set being captured; None if each micro-batch has its own graphs."""
         self._num_sets: Optional[Sequence[int]] = None
         """Number of sets of each model chunk."""
-        self._counted: defaultdict[str, ModuleCounters] = self.modules
-        """Counters for the graphs being captured."""
+        self._numbered: Optional[tuple[int, int]] = None
+        """Number and context-parallel size of the set being captured; None if each micro-batch has
+        its own graphs."""
         self.is_open = False
         """Whether a set of graphs is being warmed up or captured."""
         self._plan: Optional[Plan] = None
@@ -149,9 +175,19 @@ class GraphCaptures:
         return sum(pool.allocated_bytes for pool in self._pools.values())
 
     @property
-    def moves_anything(self) -> bool:
-        """Whether any graph has copies."""
-        return any(counters.d2h_copies for counters in self.modules.values())
+    def modules(self) -> dict[str, ModuleCounters]:
+        """The counters of one replay of each graph of the largest context-parallel size."""
+        largest = max((graph.cp_size for graph in self.of_layers), default=ONE_SIZE)
+        return sum_of(
+            Replays(graph.modules, 1)
+            for number, graph in self.of_layers.items()
+            if number.cp_size == largest
+        )
+
+    def note_replay(self, graph: GraphId) -> None:
+        """Count a replay of a layer's graph."""
+        if graph in self.of_layers:
+            self.of_layers[graph].num_replays += 1
 
     def is_last(self, vp_stage: int, layer_number: int) -> bool:
         """Return whether this is the chunk's last captured layer; False if unknown."""
@@ -171,7 +207,7 @@ class GraphCaptures:
             return
         self.is_open = True
         self._plan = plan
-        self.modules = self._counted = defaultdict(ModuleCounters)
+        self.of_layers, self.moves_anything, self._numbered = {}, False, None
         self._forget_pools()
         self._names.clear()
         self._passes.clear()
@@ -192,16 +228,16 @@ class GraphCaptures:
                 "moves; set cuda_graph_warmup_steps to at least 1"
             )
 
-    def begin_set(self, vp_stage: int, number: int, is_counted: bool) -> None:
+    def begin_set(self, vp_stage: int, number: int, cp_size: int) -> None:
         """Begin the warm-up and capture of one set of graphs of a model chunk.
 
         Args:
             vp_stage: The model chunk.
             number: The number of the set.
-            is_counted: False for graphs replayed in place of others that are already counted.
+            cp_size: The context-parallel size of its micro-batches, as in :class:`GraphId`.
         """
         self._set = _Set(vp_stage, number)
-        self._counted = self.modules if is_counted else defaultdict(ModuleCounters)
+        self._numbered = (number, cp_size)
         self._passes.pop(vp_stage, None)
 
     def _set_of(self, vp_stage: int, micro_batch: int) -> Optional[_Set]:
@@ -223,8 +259,9 @@ class GraphCaptures:
         self._last_layers = {stage: number for stage, (_, number, _) in self._passes.items()}
         self._passes.clear()
         self._pending.clear()
-        total = sum(counters.d2h_bytes for counters in self.modules.values())
-        kept = sum(counters.num_kept_for_host_memory for counters in self.modules.values())
+        modules = self.modules.values()
+        total = sum(counters.d2h_bytes for counters in modules)
+        kept = sum(counters.num_kept_for_host_memory for counters in modules)
         if total:
             logger.info(
                 "CUDA graphs move %s in each replay of all of them (host memory: %s)%s",
@@ -294,7 +331,10 @@ class GraphCaptures:
             inputs: The graph's static inputs.
         """
         chunk, before = self._pass_of(vp_stage, layer_number)
+        number, cp_size = self._numbered or (chunk.micro_batch, ONE_SIZE)
         layer = GraphedLayer(before)
+        graph = GraphId(vp_stage, layer_number, number, cp_size)
+        self.of_layers[graph] = ReplayedGraph(layer.counters)
         layer.static = frozenset(memory_of(tensor) for tensor in inputs)
         self._passes[vp_stage] = (chunk, layer_number, layer)
         self._chunk = chunk
@@ -333,12 +373,13 @@ class GraphCaptures:
 
     def _enter(self, layer: GraphedLayer) -> None:
         store = self._store
-        self._outside = _Outside(store.host_pool, store.modules, store.verifier)
+        poisons = store.backend.poisons_dropped
+        self._outside = _Outside(store.host_pool, store.modules, store.verifier, poisons)
         if self._set not in self._pools:
             raise RuntimeError("a graph is captured that has not been warmed up")
         # The verifier blocks the host, which a capture forbids.
-        store.host_pool, store.modules = self._pools[self._set], self._counted
-        store.verifier = None
+        store.host_pool, store.modules = self._pools[self._set], layer.counters
+        store.verifier, store.backend.poisons_dropped = None, False
         store.copy_streams.begin_graph()
         self.layer = layer
         self._leaving, self._pending = self._pending, []
@@ -351,8 +392,13 @@ class GraphCaptures:
             store.release(item.group)
         self._leaving.clear()
         store.copy_streams.end_graph()
+        assert self.layer is not None
+        counters = self.layer.counters.values()
+        self.moves_anything |= any(counter.d2h_copies for counter in counters)
         assert self._outside is not None
-        store.host_pool, store.modules, store.verifier = self._outside
+        outside = self._outside
+        store.host_pool, store.modules = outside.host_pool, outside.modules
+        store.verifier, store.backend.poisons_dropped = outside.verifier, outside.poisons_dropped
         self.layer = self._outside = None
 
     def _pass_of(

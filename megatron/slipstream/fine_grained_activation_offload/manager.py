@@ -16,6 +16,7 @@ from megatron.slipstream.fine_grained_activation_offload.backend import Event, S
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import CountedModules
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
+from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -143,17 +144,20 @@ class PipelineOffloadManager(OffloadEngine):
             activation_offload_fraction: Fraction of a pass's groups that move.
             max_inflight_offloads: See ``PolicyOptions``.
         """
-        if self._is_training_forward():
-            self.graphs.close()
-            self.graphs.min_numel = min_offloaded_tensor_size
-        self.begin_pass(
-            vp_stage or 0,
-            min_offloaded_tensor_size,
-            pp_rank,
+        policy = PassPolicy(
+            min_numel=min_offloaded_tensor_size,
             activation_offload_fraction=activation_offload_fraction,
             delta_offload_bytes_across_pp_ranks=delta_offload_bytes_across_pp_ranks,
             max_inflight_offloads=max_inflight_offloads,
         )
+        self.begin_pass(vp_stage or 0, policy, pp_rank)
+
+    def begin_pass(self, vp_stage: int, policy: PassPolicy, pp_rank: int = 0) -> None:
+        """Begin a pass: see :meth:`OffloadEngine.begin_pass`."""
+        if self._is_training_forward():
+            self.graphs.close()
+            self.graphs.min_numel = policy.min_numel
+        super().begin_pass(vp_stage, policy, pp_rank)
 
     def reset(self, **_: Any) -> None:
         """End an iteration. The schedule calls this after forward-backward, or forward alone."""

@@ -116,9 +116,7 @@ class RankReport:
     one with it."""
     num_plans: int = 0
     graphs: dict[str, ModuleCounters] = field(default_factory=dict)
-    """Counters of one replay of all CUDA graphs, by module name; not included in ``modules``."""
-    replays_graphs: bool = False
-    """Whether graphs were replayed in the last iteration."""
+    """Counters of all replays of CUDA graphs, by module name; not included in ``modules``."""
     graph_host_bytes: int = 0
     """Host memory that only graphs use."""
     options: Optional[PolicyOptions] = None
@@ -224,7 +222,7 @@ class Report:
             lines.insert(place, f"pipeline stage {stage}")
         lines.insert(0, "Activation offload, per iteration")
         if any(rank.graphs for rank in self.ranks):
-            lines.append("in graphs: per replay of all of a rank's CUDA graphs, beside the total")
+            lines.append("in graphs: in all replays of a rank's CUDA graphs, beside the total")
         lines += [_absent(rank) for rank in self.ranks if rank.absent_modules]
         lines += [_host_memory(rank) for rank in self.ranks]
         lines += [_times(rank) for rank in self.ranks if rank.measured_ms]

@@ -13,10 +13,11 @@ from megatron.slipstream.fine_grained_activation_offload.activation_store import
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import (
     CountedModules,
     ReplayedPass,
+    Replays,
     sum_of,
 )
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphCaptures
-from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters, RankReport
 from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.plan.actions import Plan
@@ -52,20 +53,23 @@ class ReportBuilder:
         self._replayed = replayed
         self.counted: Optional[CountedModules] = None
         """Counters of the last complete iteration; None before the first."""
+        self._replays: list[Replays] = []
+        """Those of the last complete iteration."""
+        self._in_graphs: Optional[dict[str, ModuleCounters]] = None
+        """Their sum; None until it is needed."""
         self._iteration_ms: deque[float] = deque(maxlen=MAX_ITERATIONS_SHOWN)
         self._ended_at: Optional[float] = None
         """Host time at the end of the last iteration."""
         keep_warnings()
 
-    def note_iteration(self, replays_graphs: bool) -> None:
-        """Record the end of an iteration.
-
-        Args:
-            replays_graphs: Whether graphs replay passes.
-        """
+    def note_iteration(self) -> None:
+        """Record the end of an iteration."""
         report, allocated = self._report, self._store.host_pool.allocated_bytes
         report.num_iterations += 1
-        report.replays_graphs = replays_graphs
+        replayed = (*self._graphs.of_layers.values(), *self._replayed.values())
+        replays = [graph.take_replays() for graph in replayed]
+        if replays != self._replays:
+            self._replays, self._in_graphs = replays, None
         report.host_growth_bytes = max(0, allocated - report.host_allocated_bytes)
         report.host_allocated_bytes = allocated
         now = time.perf_counter()
@@ -79,14 +83,16 @@ class ReportBuilder:
         if self.counted is not None:
             report.modules = self.counted.by_name()
             report.late_groups = {str(key): n for key, n in self.counted.late_groups.items()}
+        if self._in_graphs is None:
+            self._in_graphs = sum_of(self._replays)
+        report.graphs = self._in_graphs
         report.iteration_ms = [round(ms, 1) for ms in self._iteration_ms]
         report.host_high_water_bytes = pool.high_water_bytes
         report.host_waste_bytes = pool.waste_bytes
         report.host_memory_limit_bytes = pool.limit_bytes
         report.num_host_allocations = pool.num_slabs
-        graphs, replayed = self._graphs, self._replayed.values()
-        report.graphs = sum_of(graphs.modules, *(each.modules for each in replayed))
-        report.graph_host_bytes = graphs.host_bytes + sum(each.host_bytes for each in replayed)
+        replayed_bytes = sum(each.host_bytes for each in self._replayed.values())
+        report.graph_host_bytes = self._graphs.host_bytes + replayed_bytes
         if plan is not None:
             report.num_kept_for_host_memory = plan.num_kept_for_host_memory
         return report

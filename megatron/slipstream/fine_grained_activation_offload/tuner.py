@@ -437,13 +437,7 @@ class Tuner:
         is_explained = self._store.host_pool.was_refused or "nothing" in self._told
         if not plan.moved_nbytes and is_judged and not is_explained:
             self._told.add("nothing")
-            logger.warning(
-                "rank %d: nothing moves. Of %d groups %s. Choose other modules, or set the option "
-                "named to another value",
-                self._report.rank,
-                len(plan.groups),
-                "; ".join(why_groups_stay(plan.groups)),
-            )
+            self._tell_that_nothing_moves(plan)
         for note in plan.notes:
             if note not in self._told and (plan.trace.step_ms or not self._will_be_timed):
                 self._told.add(note)
@@ -464,6 +458,26 @@ class Tuner:
             self._report.rank,
             plan.num_kept_for_host_memory,
             len(plan.groups),
+        )
+
+    def _tell_that_nothing_moves(self, plan: Plan) -> None:
+        target_bytes, peaks = plan.options.target_memory_bytes, plan.peak_bytes()
+        if target_bytes is not None and peaks is not None and peaks[1] <= target_bytes:
+            logger.warning(
+                "rank %d: nothing moves, since the target for the device peak is met without "
+                "offloading: the peak is %s, offload_target_memory_gib allows %s; lower the target "
+                "to move more",
+                self._report.rank,
+                format_bytes(peaks[1]),
+                format_bytes(target_bytes),
+            )
+            return
+        logger.warning(
+            "rank %d: nothing moves. Of %d groups %s. Choose other modules, or set the option "
+            "named to another value",
+            self._report.rank,
+            len(plan.groups),
+            "; ".join(why_groups_stay(plan.groups)),
         )
 
     @property

@@ -13,8 +13,10 @@ until backward has read the bytes; only then does the host wait.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -59,19 +61,36 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
     return torch.cat([segments, rest.view(1)])
 
 
+_active: weakref.WeakKeyDictionary[Backend, weakref.WeakSet[Verifier]] = weakref.WeakKeyDictionary()
+"""Verifiers that have not stopped, by backend: engines may share one."""
+
+
+@contextlib.contextmanager
+def nothing_poisoned(backend: Backend) -> Iterator[None]:
+    """Do not fill released memory in here, so that a CUDA graph does not do so in each replay."""
+    before, backend.poisons_dropped = backend.poisons_dropped, False
+    try:
+        yield
+    finally:
+        backend.poisons_dropped = before
+
+
 class Verifier:
     """Verifies the offloaded storages of one :class:`ActivationStore`."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        _active.setdefault(backend, weakref.WeakSet()).add(self)
         self._sums: dict[int, dict[ChecksumPoint, torch.Tensor]] = {}
         self.num_verified = 0
         """Number of storages that were reloaded unchanged."""
         backend.poisons_dropped = True
 
     def stop(self) -> None:
-        """Stop verifying."""
-        self._backend.poisons_dropped = False
+        """Stop verifying; other engines of the backend continue."""
+        others = _active.get(self._backend, weakref.WeakSet[Verifier]())
+        others.discard(self)
+        self._backend.poisons_dropped = bool(others)
 
     def leaves(self, storages: Sequence[SavedStorage], d2h: Stream) -> None:
         """Sum offloaded bytes: call between the waits and the copies of ``storages`` on ``d2h``."""

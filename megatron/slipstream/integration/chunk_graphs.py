@@ -15,7 +15,6 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Optional, Union
@@ -41,6 +40,7 @@ from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.experts.capacity import LayerCapacity, step_check
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 from megatron.slipstream.integration.cp_graph_inputs import DynamicSizes
@@ -153,10 +153,7 @@ def replay_chunks(
         if limits is None:
             graphs: Replayed = ChunkGraphs(make(name), num_slots, num_warmup_iterations, backend)
         else:
-            of_size = {
-                size: make(f"{name}, context-parallel size {size}", size == max(limits.sizes))
-                for size in limits.sizes
-            }
+            of_size = {size: make(f"{name}, context-parallel size {size}") for size in limits.sizes}
             model = get_attr_wrapped_model(wrapper, "decoder", return_model_obj=True)
             sizes = DynamicSizes(model, limits, context_parallel_groups(limits))
             graphs = GraphBank(of_size, num_slots, num_warmup_iterations, backend, sizes)
@@ -224,14 +221,7 @@ def _check_not_replayed(blocks: Sequence[torch.nn.Module]) -> None:
         )
 
 
-def _chunk(
-    wrapper: Any,
-    forward: Callable[..., torch.Tensor],
-    num_slots: int,
-    name: str,
-    is_counted: bool = True,
-) -> Chunk:
-    """Create a chunk. ``is_counted`` is False for graphs that replace others in some replays."""
+def _chunk(wrapper: Any, forward: Callable[..., torch.Tensor], num_slots: int, name: str) -> Chunk:
     block = get_attr_wrapped_model(wrapper, "decoder")
     parallel = _DataParallel(wrapper, block)
     checks_capacity = bool(_capacities(block))
@@ -248,7 +238,7 @@ def _chunk(
         before_replay=parallel.wait_for_parameters,
         after_replay=after_replay,
         save_state=partial(_save_state, block),
-        offloading=_offloading(wrapper, num_slots, name if is_counted else None),
+        offloading=_offloading(wrapper, num_slots, name),
         make_constants=partial(RotaryTables, block),
     )
 
@@ -295,11 +285,11 @@ def _run(
         block.set_input_tensor(arrived)
 
 
-def _offloading(wrapper: Any, num_slots: int, name: Optional[str]) -> Optional[ChunkOffloading]:
+def _offloading(wrapper: Any, num_slots: int, name: str) -> Optional[ChunkOffloading]:
     """Create offloading inside a chunk's graphs, if its model's configuration enables it.
 
     Each of the ``num_slots`` slots of this rank's chunks has its own host memory. The engine
-    reports what it offloads under ``name``, unless that is None.
+    reports what it offloads under ``name``.
 
     Raises:
         ValueError: Megatron-core's engine is selected.
@@ -315,37 +305,26 @@ def _offloading(wrapper: Any, num_slots: int, name: Optional[str]) -> Optional[C
             "model is built"
         )
 
-    def make_engine() -> PipelineOffloadManager:
+    def make_engine(num_verified: int) -> PipelineOffloadManager:
         pool = installed.store.host_pool
         if pool.in_use_bytes == 0:
             # It served iterations without graphs; graphs have their own host memory.
             installed.store.close()
         limit_bytes = share_of_host_memory(pool.limit_bytes, pool.allocated_bytes, num_slots)
-        options = replace(installed.options, host_memory_limit_bytes=limit_bytes)
-        engine = PipelineOffloadManager(installed.store.backend, options)
-        engine.region_flag = installed.region_flag
-        engine.moves_checkpoint_inputs = installed.moves_checkpoint_inputs
-        return engine
+        return install.make_graph_engine(installed, limit_bytes, num_verified)
 
     def begin_pass(engine: PipelineOffloadManager) -> None:
-        engine.init_model_chunk_offload_handler(
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            vp_size=None,
-            vp_stage=None,
-            min_offloaded_tensor_size=config.min_offloaded_tensor_size,
-            delta_offload_bytes_across_pp_ranks=config.delta_offload_bytes_across_pp_ranks,
-            activation_offload_fraction=config.activation_offload_fraction,
-        )
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        engine.begin_pass(0, PassPolicy.of(config), pp_rank)
 
     def note_replayed(replayed: ReplayedPass) -> Callable[[], object]:
-        if name is None:
-            return lambda: None
         # Looked up now: an engine may be uninstalled before its graphs are deleted.
         noted = installed.router.known_manager(wrapper).replayed
         noted[name] = replayed
         return partial(noted.pop, name, None)
 
-    return ChunkOffloading(make_engine, begin_pass, marks_go_to, note_replayed)
+    num_verified = installed.config.offload_verify
+    return ChunkOffloading(make_engine, begin_pass, marks_go_to, note_replayed, num_verified)
 
 
 class _DataParallel:

@@ -24,7 +24,11 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
 from megatron.slipstream import preflight
-from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphedLayer
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import (
+    ONE_SIZE,
+    GraphedLayer,
+    GraphId,
+)
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import compat, model_router
 from megatron.slipstream.integration.layer_classes import convert, undo_on
@@ -37,6 +41,7 @@ class GraphOffloadMixin(torch.nn.Module):
 
     config: Any
     layer_number: int
+    cuda_graphs: list[Any]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -97,11 +102,19 @@ class GraphOffloadMixin(torch.nn.Module):
     def _te_cuda_graph_replay(self, *arguments: Any, **options: Any) -> Any:
         outputs = super()._te_cuda_graph_replay(*arguments, **options)  # type: ignore[misc]
         manager = _engine_of(self)
+        if manager is not None:
+            manager.graphs.note_replay(self._replayed_graph())
         # Copies may be delayed until the next graph launch (delay_offload_until_cuda_graph): none
         # follows the last graph.
         if manager is not None and manager.graphs.is_last(self._vp_stage, self.layer_number):
             manager.flush_delayed_groups()
         return outputs
+
+    def _replayed_graph(self) -> GraphId:
+        """Return the graph replayed last, which megatron-core chooses in this way."""
+        number = getattr(self, "current_microbatch", 0) % len(self.cuda_graphs)
+        size = getattr(self, "replayed_size", ONE_SIZE)
+        return GraphId(self._vp_stage, self.layer_number, number, size)
 
     def _get_te_cuda_graph_replay_args(
         self, *arguments: Any, **options: Any

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Optional
 
@@ -133,10 +134,34 @@ def _make_manager(
     manager = model_router.RoutedManager(router, *arguments)
     host_limit.join(manager.store.host_pool, config.offload_host_memory_limit_bytes)
     manager.config = config
-    manager.moves_checkpoint_inputs = config.offload_checkpoint_inputs
     manager.report.settings = settings(config)
-    manager.region_flag = _region_flag()
+    _equip(manager, config)
     return manager
+
+
+def make_graph_engine(
+    installed: model_router.RoutedManager, limit_bytes: Optional[int], num_verified: int
+) -> PipelineOffloadManager:
+    """Create an engine for passes in graphs of whole chunks.
+
+    It works in Python: a replay runs neither Python nor C++.
+
+    Args:
+        installed: The engine of other iterations of the model, whose settings it takes over.
+        limit_bytes: Its host memory; None for no limit.
+        num_verified: Number of passes to verify.
+    """
+    options = replace(installed.options, host_memory_limit_bytes=limit_bytes)
+    arguments = (installed.store.backend, options, installed.report.rank, num_verified)
+    engine = PipelineOffloadManager(*arguments, is_native=False)
+    engine.store.host_pool.process_limit = installed.store.host_pool.process_limit
+    _equip(engine, installed.config)
+    return engine
+
+
+def _equip(engine: PipelineOffloadManager, config: OffloadConfig) -> None:
+    engine.moves_checkpoint_inputs = config.offload_checkpoint_inputs
+    engine.region_flag = _region_flag()
 
 
 def install_at_first_call(

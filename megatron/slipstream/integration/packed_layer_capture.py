@@ -15,12 +15,11 @@ from megatron.core.transformer import cuda_graphs
 
 from megatron.slipstream import preflight
 from megatron.slipstream.chunk_graphs.bank import CpSizes
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.integration.graph_layers import open_graphs
 from megatron.slipstream.integration.schedules import chunk_slots
 from megatron.slipstream.rules import require
 
-ONE_SIZE = 0
-"""Key of the context-parallel size if it never changes."""
 NUM_WARMUPS = 3
 """Warm-up passes before a size's first set is captured; each other set has one."""
 
@@ -98,18 +97,17 @@ def _capture_sizes(config: Any, chunks: Sequence[_Chunk], slots: Sequence[int]) 
     sizes = (ONE_SIZE,) if bank is None else sorted(bank.sizes, reverse=True)
     make_graphs = partial(cuda_graphs.make_graphed_callables, **_options(config))
     for size in sizes:
-        is_first = size == sizes[0]
         with _together(bank, size):
             for chunk in chunks:
-                begin_set = partial(_begin_set, chunk, engine, is_first)
+                begin_set = partial(_begin_set, chunk, engine, size)
                 chunk.packed.capture_size(size, chunk.layers, begin_set, make_graphs)
     for chunk in chunks:
         chunk.packed.end_capture(chunk.layers)
 
 
-def _begin_set(chunk: _Chunk, engine: Any, is_first_size: bool, number: int) -> Mapping[str, Any]:
+def _begin_set(chunk: _Chunk, engine: Any, size: int, number: int) -> Mapping[str, Any]:
     if engine is not None:
-        engine.graphs.begin_set(chunk.vp_stage, number, is_first_size)
+        engine.graphs.begin_set(chunk.vp_stage, number, size)
     return {"num_warmup_iters": 1 if number else NUM_WARMUPS}
 
 

@@ -38,10 +38,11 @@ from megatron.slipstream.chunk_graphs.static_arguments import (
     TensorFacts,
 )
 from megatron.slipstream.context_parallel.limits import RankLimits
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 from megatron.slipstream.integration.cp_graph_inputs import DynamicSizes
 from megatron.slipstream.integration.layer_classes import convert
-from megatron.slipstream.integration.packed_layer_capture import ONE_SIZE, capture, delete
+from megatron.slipstream.integration.packed_layer_capture import capture, delete
 from megatron.slipstream.integration.rotary_tables import RotaryTables
 from megatron.slipstream.model_rules import graphed_modules
 from megatron.slipstream.patches import table
@@ -109,9 +110,14 @@ class PackedLayers:
         self._first: Optional[torch.nn.Module] = None
         """The first layer of a pass."""
         self._size = ONE_SIZE
-        """The context-parallel size of the capture or of the current micro-batch."""
+        """See :attr:`size`."""
         self._loaded: dict[tuple[int, ...], Tensors] = {}
         """The current micro-batch's static inputs, by the identity of its arguments."""
+
+    @property
+    def size(self) -> int:
+        """The context-parallel size of the capture or of the current micro-batch."""
+        return self._size
 
     @property
     def is_captured(self) -> bool:
@@ -332,6 +338,11 @@ class PackedGraphMixin(torch.nn.Module):
     """Static inputs of the running replay."""
     _mask_now: Optional[torch.Tensor] = None
     """The padding mask of the running capture or replay; megatron-core does not pass it on."""
+
+    @property
+    def replayed_size(self) -> int:
+        """The context-parallel size of the graph replayed last: see ``GraphId``."""
+        return self.packed.size
 
     @functools.cached_property
     def captures_attention(self) -> bool:

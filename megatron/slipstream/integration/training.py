@@ -230,10 +230,6 @@ def _evaluation_length(args: Any) -> int:
 
 
 def _bytes_offloaded(report: RankReport) -> int:
-    """Return the bytes that a rank offloaded in its last complete iteration.
-
-    Those inside CUDA graphs count once, however often the graphs are replayed.
-    """
+    """Return the bytes that a rank offloaded in its last complete iteration."""
     outside = 0 if report.is_left_out else report.d2h_bytes
-    graphs = report.graphs.values() if report.replays_graphs else ()
-    return outside + sum(item.d2h_bytes for item in graphs)
+    return outside + sum(item.d2h_bytes for item in report.graphs.values())

@@ -231,6 +231,15 @@ def _plans(rank: RankReport) -> Iterator[Observation]:
 
 def _moves(rank: RankReport) -> Iterator[Observation]:
     if rank.num_iterations > 1 and not rank.d2h_bytes and not rank.graphs:
+        target = rank.options.target_memory_bytes if rank.options is not None else None
+        peak_bytes = rank.measured_peak_bytes or rank.planned_peak_bytes
+        if target is not None and 0 < peak_bytes <= target:
+            yield _note(
+                "Nothing needs to move",
+                f"{format_bytes(peak_bytes)}, the target is {format_bytes(target)}",
+                "The target for the device peak is met without offloading.",
+            )
+            return
         yield _problem(
             "Nothing moves",
             "",

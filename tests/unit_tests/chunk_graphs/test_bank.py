@@ -92,7 +92,10 @@ class _Offloading:
 
     note_deleted = note_captured
 
-    def make_slot(self, memory: Any) -> _CaptureHooks:
+    def note_replay(self) -> None:
+        pass
+
+    def make_slot(self, memory: Any, is_eager: bool) -> _CaptureHooks:
         self.log.append("made")
         return _CaptureHooks(self.log)
 

@@ -182,3 +182,20 @@ def test_all_slots_together_keep_to_a_limit_of_host_memory(
 ) -> None:
     # The pool holds an eighth more than the plan needs.
     assert share_of_host_memory(limit_bytes, held_bytes, 4) == expected
+
+
+def test_a_slot_fills_nothing_that_it_releases_unless_it_is_verified(rig: Rig) -> None:
+    """A CUDA graph would do so in each replay."""
+    other = make_manager("cpu", num_verified_iterations=5)
+    backend = other.store.backend
+    rig.make_engine = lambda: PipelineOffloadManager(backend)
+    slot = rig.offloading.make_slot(SlotMemory(None, Tail()))
+    with slot.forward():
+        assert not backend.poisons_dropped
+        loss = rig.loss()
+    with slot.backward():
+        assert not backend.poisons_dropped
+        loss.backward()
+    assert backend.poisons_dropped
+    slot.close()
+    assert backend.poisons_dropped

@@ -104,7 +104,10 @@ class Offloading:
 
     note_deleted = note_captured
 
-    def make_slot(self, memory: SlotMemory) -> _Hooks:
+    def note_replay(self) -> None:
+        pass
+
+    def make_slot(self, memory: SlotMemory, is_eager: bool) -> _Hooks:
         self.num_slots += 1
         return _Hooks(self, memory, self.num_slots)
 

@@ -19,11 +19,14 @@ from hand_driven import LAZY_NATIVE
 from toy_model import SCHEDULES, WIDTH, Chunk, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import (
+    ONE_SIZE,
     GraphedLayer,
+    GraphId,
     _takes_turns,
 )
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
+from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 
 NUM_LAYERS = 4
 
@@ -155,13 +158,16 @@ def test_the_report_tells_what_graphs_move(has_marks: bool) -> None:
     warm_up(chunks, manager)
     step(chunks, manager, "F0 B0")
     manager.graphs.close()
+    of_one = manager.graphs.modules
+    for graph in [*manager.graphs.of_layers] * 2 + [GraphId(0, 99, 0, ONE_SIZE)]:
+        manager.graphs.note_replay(graph)  # Two micro-batches, and one that was not captured.
     if has_marks:
         run_schedule(chunks, SCHEDULES["one micro-batch"], manager)
     else:
         manager.init_model_chunk_offload_handler(0, None, None)
         manager.reset()
     report = Report([manager.report])
-    assert manager.report.graphs["first"].d2h_bytes > 0
+    assert manager.report.graphs["first"].d2h_bytes == 2 * of_one["first"].d2h_bytes > 0
     assert manager.report.graph_host_bytes == manager.graphs.host_bytes > 0
     assert "first, in graphs" in report.render()
     assert "more for CUDA graphs" in report.render()
@@ -402,3 +408,25 @@ def test_micro_batches_that_take_turns_are_told_from_those_in_flight_at_once() -
     plans = {name: trained(make_chunks(2, 1), "cpu", name).plan for name in SCHEDULES}
     take_turns = {name for name, plan in plans.items() if _takes_turns(plan)}
     assert take_turns == {"one micro-batch", "accumulation"}
+
+
+def test_a_graph_neither_verifies_nor_fills_what_it_releases() -> None:
+    """It would do so in each replay; a host that compares bytes would end the capture."""
+    chunks = make_chunks(1, NUM_LAYERS)
+    manager = trained(chunks, "cpu", "one micro-batch")
+    store = manager.store
+    store.verifier = verifier = Verifier(store.backend)
+    warm_up(chunks, manager)
+    seen = []
+    drop = store.backend.drop_device
+
+    def noting(storage: torch.UntypedStorage) -> None:
+        seen.append((store.verifier, store.backend.poisons_dropped))
+        drop(storage)
+
+    store.backend.drop_device = noting  # type: ignore[method-assign]
+    step(chunks, manager, "F0 B0")
+    assert seen
+    assert set(seen) == {(None, False)}
+    assert store.verifier is verifier
+    assert store.backend.poisons_dropped

@@ -22,13 +22,13 @@ from toy_model import (
 )
 
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import (
+    ReplayedGraph,
     ReplayedPass,
-    sum_of,
 )
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE, GraphId
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
-from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.plan.trace import StepKind
 
@@ -630,7 +630,7 @@ def test_an_iteration_that_graphs_replay_whole_moves_nothing_outside(backend: st
     chunks = make_chunks(1)
     run_schedule(chunks, SCHEDULES["one micro-batch"], manager)
     assert manager.report.d2h_bytes > 0
-    manager.graphs.modules["first"] = ModuleCounters()
+    manager.graphs.of_layers[GraphId(0, 1, 0, ONE_SIZE)] = ReplayedGraph({})
     manager.init_model_chunk_offload_handler(0, None, 0, 1)  # replays mark nothing
     manager.reset()
     assert manager.report.d2h_bytes == 0
@@ -644,17 +644,17 @@ def test_an_iteration_whose_chunks_are_replayed_moves_what_its_graphs_do() -> No
     assert manager.plan is not None
     moved = manager.report.modules
     assert sum(counters.d2h_bytes for counters in moved.values()) > 0
-    manager.replayed["model chunk 0"] = ReplayedPass(manager.plan, moved, host_bytes=5)
-    manager.replayed["model chunk 1"] = ReplayedPass(manager.plan, moved, host_bytes=7)
-    assert not manager.report.replays_graphs, "not in the last iteration"
+    passes = [ReplayedPass(moved, plan=manager.plan, host_bytes=nbytes) for nbytes in (5, 7)]
+    manager.replayed.update({f"model chunk {index}": each for index, each in enumerate(passes)})
+    assert manager.report.graphs == {}, "not in the last iteration"
     manager.init_model_chunk_offload_handler(0, None, 1)
+    passes[0].num_replays, passes[1].num_replays = 3, 1
     manager.reset()
     report = manager.report
     assert report.num_iterations == 2
-    assert report.replays_graphs
     assert report.modules == {}, "nothing moves outside of the graphs"
-    assert report.graphs == sum_of(moved, moved)
-    assert report.graphs["first"].d2h_bytes == 2 * moved["first"].d2h_bytes
+    for name, counters in moved.items():
+        assert vars(report.graphs[name]) == {key: 4 * n for key, n in vars(counters).items()}
     assert report.graph_host_bytes == 12
     manager.finish_report()
     assert [line for line in report.plan.splitlines() if "chunk" in line] == [
@@ -662,3 +662,8 @@ def test_an_iteration_whose_chunks_are_replayed_moves_what_its_graphs_do() -> No
         "model chunk 1:",
     ]
     assert report.absent_modules == []
+    manager.init_model_chunk_offload_handler(0, None, 1)
+    manager.reset()
+    assert [item.d2h_bytes for item in manager.report.graphs.values()] == [0, 0], "no replays"
+    manager.finish_report()
+    assert manager.report.absent_modules == []

@@ -41,7 +41,7 @@ def test_an_iteration_whose_chunks_are_replayed_is_not(caplog: pytest.LogCapture
     manager.wanted_modules = ("mlp",)
     run_schedule(make_chunks(), "F0.0 F0.1 B0.0 B0.1", manager)
     assert manager.plan is not None
-    manager.replayed["model chunk 0"] = ReplayedPass(manager.plan, {}, 0)
+    manager.replayed["model chunk 0"] = ReplayedPass({}, plan=manager.plan, host_bytes=0)
     manager.init_model_chunk_offload_handler(0, None, 1)
     manager.reset()
     assert warnings_of(caplog) == []
@@ -60,4 +60,6 @@ def test_a_target_that_is_met_without_moving_is_warned_of(
     assert trace.memory
     assert plan.moved_nbytes == 0
     (warning,) = warnings_of(caplog)
-    assert "stay: offload_target_memory_gib keeps it: the peak fits without moving it" in warning
+    assert "nothing moves, since the target for the device peak is met without" in warning
+    assert "offload_target_memory_gib allows 1024.0 GiB" in warning
+    assert "Choose other modules" not in warning

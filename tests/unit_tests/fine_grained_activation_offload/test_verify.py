@@ -11,6 +11,7 @@ from race_scenarios import without_edge
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.edges import Edge
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier, checksum
 
@@ -43,6 +44,19 @@ def test_cpp_moves_nothing_past_the_guard() -> None:
             run_schedule(chunks, SCHEDULES["accumulation"], manager)
         num_verified.append(verifier.num_verified)
     assert num_verified[0] == num_verified[1] > 0
+
+
+def test_a_guard_that_ends_leaves_those_of_other_engines_on() -> None:
+    backend = make_manager("cpu").store.backend
+    first, second = Verifier(backend), Verifier(backend)
+    first.stop()
+    assert backend.poisons_dropped
+    second.stop()
+    assert not backend.poisons_dropped
+    engine = PipelineOffloadManager(backend, num_verified_iterations=1)
+    assert backend.poisons_dropped
+    engine.close()
+    assert not backend.poisons_dropped
 
 
 @pytest.mark.parametrize(

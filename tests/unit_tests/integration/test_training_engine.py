@@ -22,8 +22,6 @@ def test_what_moves_inside_graphs_is_offloaded_too() -> None:
     assert training._bytes_offloaded(report) == 0
     report.modules = {"core_attn": ModuleCounters(d2h_bytes=3)}
     report.graphs = {"core_attn": ModuleCounters(d2h_bytes=4)}
-    assert training._bytes_offloaded(report) == 3, "no graph has been replayed yet"
-    report.replays_graphs = True
     assert training._bytes_offloaded(report) == 7
 
 

@@ -83,6 +83,16 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "10 plans in 20 iterations",
     ),
     "nothing moves": ({"modules": {"a": ModuleCounters(num_groups=4)}}, "Nothing moves", ""),
+    "nothing has to move": (
+        {
+            "modules": {"a": ModuleCounters(num_groups=4)},
+            "options": PolicyOptions(target_memory_bytes=9 * GIB),
+            "planned_peak_bytes": 8 * GIB,
+            "step_peak_bytes": [8 * GIB],
+        },
+        "Nothing needs to move",
+        "8.0 GiB, the target is 9.0 GiB",
+    ),
     "waste": (
         {"host_waste_bytes": GIB, "host_high_water_bytes": 2 * GIB},
         "Host memory is fragmented",

@@ -42,6 +42,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
 )
 from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
+from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.integration.engine_setup import host_limit
 
 logger = logging.getLogger(__name__)
@@ -177,8 +178,12 @@ class AttachedEngine(OffloadEngine):
         since wrappers may reallocate parameters."""
         self._largest: dict[int, int] = {}
         """Bytes of groups that have grown, by group index in the pass."""
-        self._min_numel = min_offloaded_tensor_size
-        self._fraction = activation_offload_fraction
+        self._policy_of_passes = PassPolicy(
+            min_numel=min_offloaded_tensor_size,
+            activation_offload_fraction=activation_offload_fraction,
+            delta_offload_bytes_across_pp_ranks=0,
+            max_inflight_offloads=None,
+        )
         self._own_passes: list[_Pass] = []
         """Passes of this iteration, oldest first."""
         self._is_model_running = False
@@ -323,7 +328,7 @@ class AttachedEngine(OffloadEngine):
             lost = [own for own in self._own_passes if not own.is_used and not own.waits]
             if len(lost) > MAX_LOST_PASSES:
                 self._clear_iteration()
-        self.begin_pass(0, self._min_numel, activation_offload_fraction=self._fraction)
+        self.begin_pass(0, self._policy_of_passes)
         self._own_passes.append(_Pass())
 
     # Saved-tensor hooks. Autograd calls them wherever it runs, including compiled code.
