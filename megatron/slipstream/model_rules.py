@@ -35,7 +35,9 @@ def _offloading_with_graphs(facts: Any) -> bool:
 
 
 def _offloading_with_our_engine(facts: Any) -> bool:
-    return _offloading(facts) and getattr(facts, "offload_engine", "slipstream") == "slipstream"
+    # A TransformerConfig has no such option: it is then a model behind install().
+    engine = vars(facts).get("offload_engine", "slipstream")
+    return _offloading(facts) and engine == "slipstream"
 
 
 def _modules(facts: Any) -> set[str]:
@@ -81,6 +83,69 @@ def modules_at_the_edge_of_graphs(facts: Any) -> list[str]:
     if "moe_router" in captured or len(captured & {"attn", "mlp"}) == 1:
         at_the_edge.add("mlp_norm")  # saves the output of attention's graph
     return [name for name in facts.offload_modules if name in at_the_edge]
+
+
+CHECKPOINTED_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
+"""Names for ``recompute_modules`` that megatron-core checkpoints as a whole. Of the others, it
+recomputes outputs without keeping inputs of their own."""
+
+
+def _is_checkpointed(name: str, facts: Any) -> bool:
+    """Whether the model has modules of this name that run in checkpoints outside of graphs."""
+    has_experts, is_captured = bool(facts.num_moe_experts), False
+    if _graph_impl(facts) == "transformer_engine":
+        parts = {"core_attn": "attn", "mlp": "mlp", "moe": "moe", "shared_experts": "moe_router"}
+        captured = graphed_modules(facts)
+        is_captured = not captured or parts[name] in captured
+    exists = {
+        "core_attn": True,
+        "mlp": not has_experts or facts.moe_layer_freq != 1,
+        "moe": has_experts,
+        "shared_experts": has_experts and bool(facts.moe_shared_expert_intermediate_size),
+    }
+    return exists[name] and not is_captured
+
+
+def keeps_checkpoint_inputs(facts: Any) -> bool:
+    """Whether any checkpoint of the model keeps inputs that can move.
+
+    Args:
+        facts: Has megatron-core's option names, such as a ``TransformerConfig``.
+    """
+    if facts.recompute_granularity != "selective":
+        return bool(facts.recompute_granularity == "full")
+    recomputed = facts.recompute_modules or ("core_attn",)  # megatron-core's default
+    return any(
+        name in recomputed and _is_checkpointed(name, facts) for name in CHECKPOINTED_MODULES
+    )
+
+
+CHECKPOINT_RULES: tuple[Rule, ...] = (
+    option_rule(
+        "offload_checkpoint_inputs",
+        lambda f: _offloading_with_our_engine(f) and f.offload_checkpoint_inputs,
+        lambda f: f.recompute_granularity is not None,
+        "offload_checkpoint_inputs=True is not supported without recomputation because no "
+        "checkpoint keeps inputs then",
+        "set recompute_granularity='full', or leave it out",
+    ),
+    option_rule(
+        "offload_checkpoint_inputs",
+        lambda f: (
+            _offloading_with_our_engine(f)
+            and f.offload_checkpoint_inputs
+            and f.recompute_granularity is not None
+        ),
+        keeps_checkpoint_inputs,
+        "offload_checkpoint_inputs=True is not supported with recompute_modules="
+        "{recompute_modules} of this model because no checkpoint outside of CUDA graphs keeps "
+        "inputs then",
+        "name one of " + ", ".join(CHECKPOINTED_MODULES) + " that the model has in "
+        "recompute_modules, set recompute_granularity='full', or leave it out",
+    ),
+)
+"""Requirements on ``OffloadConfig.offload_checkpoint_inputs`` and a model together; the checked
+object has the options of both."""
 
 
 MODEL_RULES: tuple[Rule, ...] = (
@@ -136,14 +201,6 @@ MODEL_RULES: tuple[Rule, ...] = (
         "{fine_grained_offloading_max_inflight_offloads} is negative",
         "set how many copies out of each module (0 or more) compute need not have waited for, or "
         "leave it out for no limit",
-    ),
-    option_rule(
-        "offload_checkpoint_inputs",
-        lambda f: _offloading(f) and getattr(f, "offload_checkpoint_inputs", False),
-        lambda f: f.recompute_granularity is not None,
-        "offload_checkpoint_inputs=True is not supported without recomputation because no "
-        "checkpoint keeps inputs then",
-        "set recompute_granularity='full', or leave it out",
     ),
     option_rule(
         "delay_offload_until_cuda_graph",
@@ -253,12 +310,18 @@ NO_EFFECT = Rule(
     "{names}: no effect without fine_grained_activation_offloading",
     "add --fine-grained-activation-offloading, or leave them out",
 )
+NO_EFFECT_ON_MEGATRON = Rule(
+    "no-effect-on-megatron",
+    "warning",
+    "{names}: no effect with offload_engine=megatron, which has no such options",
+    "set offload_engine=slipstream, or leave them out",
+)
 NOTHING_TO_MOVE = Rule(
     "nothing-to-move",
     "warning",
     "recompute_granularity=full: a layer that is recomputed as a whole saves its input only, which "
     "stays",
-    "set offload_checkpoint_inputs=True to move it",
+    "set {needed} to move it",
 )
 
 

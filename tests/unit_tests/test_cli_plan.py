@@ -10,17 +10,20 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from doc_pages import Block, blocks_of, commands_in
 
 from megatron.slipstream.cli import main
+from megatron.slipstream.cli_plan import models
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.saved_tensors import saved_tensors
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_plan
 from megatron.slipstream.plan.walk import simulate
 
@@ -138,6 +141,39 @@ def test_the_plan_is_that_of_the_shapes_trace(
     assert plan.trace == synthetic_trace(work, 0)
     assert plan.options.max_overhead_percent == 2
     assert simulate(plan).render() in capsys.readouterr().out
+
+
+GOALS = ("target_memory_bytes", "max_overhead_percent", "activation_offload_fraction")
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ([], (2**30, None, 0.5)),
+        (["--target-memory", "2"], (2**31, None, 0.5)),
+        (["--max-overhead", "3"], (None, 3.0, 0.5)),
+        (["--fraction", "0.25"], (2**30, None, 0.25)),
+    ],
+    ids=str,
+)
+def test_options_of_the_plan_win_over_those_of_the_training(
+    options: list[str],
+    expected: tuple[object, ...],
+    small: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A training's goal is replaced as a whole: two goals exclude each other."""
+    training = PolicyOptions(0.5, release_lag=3, target_memory_bytes=2**30)
+    read = models.configured_by
+    monkeypatch.setattr(
+        models, "configured_by", lambda *given: replace(read(*given), policy=training)
+    )
+    output = tmp_path / "plan.json"
+    show("--hf-config", small, "--seq-length", 1024, "--output", output, *options)
+    policy = load_plan(output).options
+    assert tuple(getattr(policy, name) for name in GOALS) == expected
+    assert policy.release_lag == 3
 
 
 def test_a_frontier_and_a_timeline_are_written(

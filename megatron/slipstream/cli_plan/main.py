@@ -123,6 +123,7 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def _show_trace(path: Path, options: argparse.Namespace) -> int:
     from megatron.slipstream.estimate.file_errors import reading
+    from megatron.slipstream.plan.candidates import PolicyOptions
     from megatron.slipstream.plan.files import load_trace
 
     with (
@@ -130,7 +131,7 @@ def _show_trace(path: Path, options: argparse.Namespace) -> int:
         _progress(f"reading {path.name}"),
     ):
         trace = load_trace(path)
-    policy = _policy_options(options)
+    policy = _policy_options(options, PolicyOptions())
     with _progress("planning"):
         plan, simulation = _plan(trace, policy, bool(options.timeline or options.frontier))
     _show(plan, simulation, 64)
@@ -197,9 +198,9 @@ def _write(
             write_whole(options.frontier, frontier)
 
 
-def _policy_options(options: argparse.Namespace) -> PolicyOptions:
+def _policy_options(options: argparse.Namespace, training: PolicyOptions) -> PolicyOptions:
+    """Return the policy of the training, except for what the options set."""
     from megatron.slipstream.cli_plan.sizes import MAX_BYTES
-    from megatron.slipstream.plan.candidates import PolicyOptions
 
     given: dict[str, Any] = {}
     if options.target_memory is not None and options.max_overhead is not None:
@@ -222,7 +223,9 @@ def _policy_options(options: argparse.Namespace) -> PolicyOptions:
         if not 0 <= options.max_overhead < math.inf:
             raise ValueError(f"--max-overhead={options.max_overhead} must be 0 percent or more")
         given["max_overhead_percent"] = options.max_overhead
-    return PolicyOptions(**given)
+    if {"target_memory_bytes", "max_overhead_percent"} & given.keys():
+        training = replace(training, target_memory_bytes=None, max_overhead_percent=None)
+    return replace(training, **given)
 
 
 def _timeline(plan: Plan, simulation: Simulation, suffix: str) -> bytes:
@@ -263,12 +266,7 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
     with _progress("reading the configuration"):
         configured = configured_by(words, options)
     speed = speed_for(configured, options)
-    policy = replace(
-        _policy_options(options),
-        delta_offload_bytes_across_pp_ranks=configured.delta_bytes,
-    )
-    if options.fraction is None:
-        policy = replace(policy, activation_offload_fraction=configured.fraction)
+    policy = _policy_options(options, configured.policy)
     ranks = _plan_ranks(configured, speed, policy, options)
     write(describe(configured, speed), sys.stdout)
     write(layer_tables(configured, speed), sys.stdout)
@@ -283,7 +281,8 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
     sys.stdout.write(f"\nPlan of pipeline rank {shown.pp_rank}\n")
     _show(shown.plan, shown.simulation, GRID_ROWS)
     _write(shown.plan, shown.simulation, policy, options)
-    if not (options.frontier or options.max_overhead or options.target_memory):
+    has_goal = policy.target_memory_bytes is not None or policy.max_overhead_percent is not None
+    if not (options.frontier or has_goal):
         sys.stdout.write(
             "\n--frontier FILE.png plots memory against time; --max-overhead 1 moves what hides\n"
         )

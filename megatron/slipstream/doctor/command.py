@@ -8,7 +8,13 @@ from megatron.slipstream import preflight
 from megatron.slipstream.doctor.check import Check, Seen, Topic, not_checked
 from megatron.slipstream.doctor.facts import Command, Facts
 from megatron.slipstream.estimate.training_command import Words
-from megatron.slipstream.model_rules import NO_EFFECT, NOTHING_TO_MOVE, REFUSED_BY_MEGATRON, STAYS
+from megatron.slipstream.model_rules import (
+    NO_EFFECT,
+    NO_EFFECT_ON_MEGATRON,
+    NOTHING_TO_MOVE,
+    REFUSED_BY_MEGATRON,
+    STAYS,
+)
 
 
 def check_command(words: Words) -> Command:
@@ -51,7 +57,7 @@ TOPIC = Topic(
             "training stops at the first wrong flag; the doctor finds all at once",
             _flags,
             (
-                *(REFUSED_BY_MEGATRON, STAYS, NO_EFFECT, NOTHING_TO_MOVE),
+                *(REFUSED_BY_MEGATRON, STAYS, NO_EFFECT, NO_EFFECT_ON_MEGATRON, NOTHING_TO_MOVE),
                 preflight.DATASET_MISSING,
                 preflight.DATASET_CORRUPT,
                 preflight.TOKEN_OUTSIDE_VOCABULARY,

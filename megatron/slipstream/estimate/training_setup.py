@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Optional
 
@@ -13,6 +13,7 @@ from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.saved_tensors import MODULES, marked_modules
 from megatron.slipstream.estimate.synthetic import DEFAULT_MIN_NUMEL
 from megatron.slipstream.model_rules import check_model_options
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.rules import require
 
 
@@ -27,10 +28,8 @@ class Configured:
     num_micro_batches: int
     """Number of micro-batches per iteration."""
     min_numel: int = DEFAULT_MIN_NUMEL
-    fraction: float = 1.0
-    """megatron-core's ``activation_offload_fraction``."""
-    delta_bytes: int = 0
-    """megatron-core's ``delta_offload_bytes_across_pp_ranks``."""
+    policy: PolicyOptions = field(default_factory=PolicyOptions)
+    """How groups are chosen and timed."""
     notes: tuple[str, ...] = ()
     """Limits and assumptions of the plan."""
     ranks_per_host: Optional[int] = None

@@ -184,7 +184,8 @@ def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
     with _process_arguments([*defaults, *argv]):
         args = megatron_arguments.parse_args(add_arguments)
     # Megatron requires a module, even to offload only the inputs of checkpoints.
-    if args.fine_grained_activation_offloading and args.offload_checkpoint_inputs:
+    is_own = args.fine_grained_activation_offloading and args.offload_engine == "slipstream"
+    if is_own and args.offload_checkpoint_inputs:
         args.offload_modules = args.offload_modules or ["core_attn"]
     return args
 

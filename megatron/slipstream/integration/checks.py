@@ -30,7 +30,9 @@ from megatron.slipstream.integration.frameworks.options import (
     defaults_of_later_options,
 )
 from megatron.slipstream.model_rules import (
+    CHECKPOINT_RULES,
     NO_EFFECT,
+    NO_EFFECT_ON_MEGATRON,
     NOTHING_TO_MOVE,
     STAYS,
     check_model_options,
@@ -56,8 +58,7 @@ OptionCheck = Callable[[Any], list[Finding]]
 def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
     """Return findings about parsed options, on any machine; ``argv`` are their flags."""
     findings = _of_all(OPTION_CHECKS, args)
-    unused = unused_flags(args, argv)
-    return findings + ([NO_EFFECT.found(names=", ".join(unused))] if unused else [])
+    return findings + unused_flags(args, argv)
 
 
 def check_run(args: Any) -> list[Finding]:
@@ -83,7 +84,7 @@ def _check_model_options(args: Any) -> list[Finding]:
     facts = SimpleNamespace(**{**defaults_of_later_options(), **vars(args)})
     facts.num_moe_experts = args.num_experts
     facts.cpu_offloading = args.cpu_offloading_num_layers > 0
-    return check_model_options(facts)
+    return check_model_options(facts) + check_rules(CHECKPOINT_RULES, facts)
 
 
 def _check_experts(args: Any) -> list[Finding]:
@@ -96,8 +97,11 @@ def _check_what_moves(args: Any) -> list[Finding]:
         return []
     names = modules_at_the_edge_of_graphs(args)
     findings = [STAYS.found(names=", ".join(names))] if names else []
-    if args.recompute_granularity == "full" and not args.offload_checkpoint_inputs:
-        findings.append(NOTHING_TO_MOVE.found())
+    is_own = args.offload_engine == "slipstream"
+    if args.recompute_granularity == "full" and not (is_own and args.offload_checkpoint_inputs):
+        needed = "offload_checkpoint_inputs=True"
+        needed = needed if is_own else f"offload_engine=slipstream and {needed}"
+        findings.append(NOTHING_TO_MOVE.found(needed=needed))
     return findings
 
 
@@ -114,18 +118,23 @@ OPTION_CHECKS: tuple[OptionCheck, ...] = (
 """All checks of options, in the order in which training runs them."""
 
 
-def unused_flags(args: Any, argv: Sequence[str]) -> list[str]:
-    """Return the offloading options that are given as flags while offloading is off.
+def unused_flags(args: Any, argv: Sequence[str]) -> list[Finding]:
+    """Return a finding about flags without effect: offloading is off, or another engine's.
 
-    Not an error: users leave them in place to compare training with and without offloading. A
-    settings file applies to all runs, so its options do not count.
+    Not an error: users leave flags in place to compare training with and without offloading, or
+    the two engines. A settings file applies to all runs, so its options do not count.
     """
-    if args.fine_grained_activation_offloading:
+    own = tuple(field.name for field in dataclasses.fields(OffloadConfig))
+    if not args.fine_grained_activation_offloading:
+        rule, options = NO_EFFECT, (*OffloadOptions.__annotations__, *own)
+    elif args.offload_engine == "megatron":
+        rule, options = NO_EFFECT_ON_MEGATRON, own
+    else:
         return []
     given = {word.split("=")[0] for word in argv}
-    own = (field.name for field in dataclasses.fields(OffloadConfig))
-    options = (*OffloadOptions.__annotations__, *own)
-    return [name for name in options if "--" + name.replace("_", "-") in given]
+    unused = [name for name in options if "--" + name.replace("_", "-") in given]
+    unused = [name for name in unused if rule is NO_EFFECT or name != "offload_engine"]
+    return [rule.found(names=", ".join(unused))] if unused else []
 
 
 # Machine, data and files
@@ -233,6 +242,41 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "megatron-core's own attention takes no packed sequences",
         "set --transformer-impl transformer_engine",
         lambda f: f.transformer_impl == "transformer_engine",
+    ),
+    unsupported(
+        "without a GPU",
+        lambda f: not f.has_gpu and f.tensor_model_parallel_size > 1,
+        "sequence_parallel",
+        "megatron-core's layers for tensor parallelism then ask for a CUDA device",
+        "leave --sequence-parallel out",
+    ),
+    unsupported(
+        "without a GPU",
+        lambda f: (
+            not f.has_gpu
+            and f.num_experts is not None
+            and f.ckpt_format == "torch_dist"
+            and (f.save is not None or f.load is not None)
+            and not f.moe_sync_free_experts
+        ),
+        "moe_grouped_gemm",
+        "the grouped GEMM for the CPU has no sharded state for ckpt_format=torch_dist",
+        "set --ckpt-format torch, or leave --moe-grouped-gemm out",
+    ),
+    option_rule(
+        "eval_before_training",
+        lambda f: f.eval_before_training,
+        lambda f: f.full_validation or f.eval_iters != 0,
+        "eval_before_training=True is not supported with eval_iters=0 because nothing is evaluated",
+        "set --eval-iters to 1 or more, or leave --eval-before-training out",
+    ),
+    option_rule(
+        "eval_before_training",
+        lambda f: f.eval_before_training,
+        lambda f: not f.skip_train,
+        "eval_before_training=True is not supported with skip_train=True because there is no "
+        "training to evaluate before",
+        "leave --eval-before-training out: --skip-train evaluates",
     ),
     option_rule(
         "output_interval",

@@ -58,6 +58,9 @@ def check_flags(flags: Sequence[str], num_processes: Optional[int] = None) -> Ch
         refusal = _refusal_of_megatron(args)
         if refusal is not None and not _is_of_an_option_in(refusal, findings):
             findings.append(REFUSED_BY_MEGATRON.found(message=refusal))
+        if refusal is None:
+            # Options by former names now have the present ones.
+            findings += [f for f in checks.check_options(args) if f not in findings]
     return Checked(args, args.world_size, tuple(findings))
 
 

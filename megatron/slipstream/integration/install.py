@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
@@ -37,13 +38,14 @@ from megatron.slipstream.integration.engine_setup import (
 )
 from megatron.slipstream.integration.run_metadata import environment, settings
 from megatron.slipstream.launcher import rank
-from megatron.slipstream.model_rules import moves_in_layer_graphs
+from megatron.slipstream.model_rules import CHECKPOINT_RULES, moves_in_layer_graphs
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.model_calls import set_before_first_call
 from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.plan import files
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.rules import Finding, check_rules
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         features.append(Feature.CHECKPOINT_INPUTS)
     options = policy_options(config)
     make_manager = partial(_make_manager, config, backend, options)
-    manager = model_router.Router(make_manager, _prepare_chunk).default
+    manager = model_router.Router(make_manager, partial(_prepare_chunk, config, set())).default
     try:
         table.apply(*features)
     except BaseException:
@@ -113,9 +115,19 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
 
 
 def _prepare_chunk(
-    chunk: torch.nn.Module, find_engine: Callable[[], model_router.RoutedManager]
+    config: OffloadConfig,
+    told: set[Finding],
+    chunk: torch.nn.Module,
+    find_engine: Callable[[], model_router.RoutedManager],
 ) -> list[Callable[[], None]]:
     """Prepare a model chunk before it runs; return functions that undo it."""
+    if config.offload_checkpoint_inputs and rank() == 0:
+        # Not an error: the settings apply to all models, and some may recompute nothing.
+        facts = SimpleNamespace(**{**vars(config), **vars(chunk.config)})
+        for finding in check_rules(CHECKPOINT_RULES, facts):
+            if finding not in told:
+                told.add(finding)
+                logger.warning("%s: %s", type(chunk).__name__, finding.text)
     if not moves_in_layer_graphs(chunk.config):
         return []
     from megatron.slipstream.integration.graph_layers import offload_in_graphs

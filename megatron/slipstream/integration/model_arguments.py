@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Optional
 
 from megatron.slipstream import preflight
+from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.estimate.model_shapes import (
     AttentionBackend,
     Experts,
@@ -30,6 +31,8 @@ from megatron.slipstream.estimate.training_setup import (
 )
 from megatron.slipstream.integration import cpu_only, dry_run, validation
 from megatron.slipstream.integration.checks import check_options
+from megatron.slipstream.integration.engine_setup import policy_options
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.rules import (
     Predicate,
     Rule,
@@ -137,7 +140,7 @@ _NOT_MODELLED = (
     *("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
     *("use_kitchen_attention", "hybrid_context_parallel", "logits_load_dir", "perform_rl"),
     *("heterogeneous_layers_config_encoded_json", "use_fused_weighted_squared_relu"),
-    "overlap_dispatch_backward_with_experts_wgrad",
+    *("overlap_dispatch_backward_with_experts_wgrad", "offload_checkpoint_inputs"),
 )
 """Options that change what layers save."""
 
@@ -193,6 +196,12 @@ PLAN_RULES: tuple[Rule, ...] = (
         lambda f: f.recompute_granularity != "full",
     ),
     *map(_not_modelled, _NOT_MODELLED),
+    _unsupported(
+        "offload_engine",
+        "megatron-core's engine follows no plan",
+        "set offload_engine=slipstream",
+        is_one_of("offload_engine", ("slipstream",)),
+    ),
     _not_modelled("mlp_chunks_for_training", lambda f: (f.mlp_chunks_for_training or 1) <= 1),
     _not_modelled("cuda_graph_impl", is_one_of("cuda_graph_impl", ("none",))),
     _not_modelled("cuda_graph_granularity", is_one_of("cuda_graph_granularity", ("layer",))),
@@ -263,9 +272,32 @@ def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Con
         modules or usable_modules(shape),
         num_micro_batches if num_micro_batches is not None else min(in_iteration, limit),
         config.min_offloaded_tensor_size,
-        getattr(config, "activation_offload_fraction", 1.0),
-        getattr(config, "delta_offload_bytes_across_pp_ranks", 0),
+        _policy(args, config),
         tuple(notes),
+    )
+
+
+_MODEL_POLICY = {
+    "activation_offload_fraction": "activation_offload_fraction",
+    "delta_offload_bytes_across_pp_ranks": "delta_offload_bytes_across_pp_ranks",
+    "max_inflight_offloads": "fine_grained_offloading_max_inflight_offloads",
+}
+"""Names in a ``TransformerConfig`` of a plan's options. Older releases lack some."""
+
+
+def _policy(args: Any, config: Any) -> PolicyOptions:
+    """Return the plan options of a training with these flags.
+
+    Its host memory is that of another machine, so a limit applies only if it is given.
+    """
+    own = OffloadConfig.of(args)
+    of_model = {
+        name: vars(config)[key] for name, key in _MODEL_POLICY.items() if key in vars(config)
+    }
+    return replace(
+        policy_options(own),
+        host_memory_limit_bytes=own.offload_host_memory_limit_bytes,
+        **of_model,
     )
 
 

@@ -48,8 +48,9 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
     if not on_cpu and args.fine_grained_activation_offloading:
         cpu_only.tolerate_missing_affinity_tools()
     apply_tokenizer(args)
+    before = checks.check_options(args, argv)
     for findings in (
-        checks.check_options(args, argv),
+        before,
         checks.check_run(args),
         checks.check_process(args, facts),
     ):
@@ -62,7 +63,7 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
         _load_from_checkpoint(args)
     validate(args)
     # Check again: options may come from a checkpoint, or have been given by former names.
-    require(f for f in checks.check_options(args) if f.severity == "error")
+    require(f for f in checks.check_options(args) if f not in before)
     from megatron.training.global_vars import set_global_variables
 
     set_global_variables(args)

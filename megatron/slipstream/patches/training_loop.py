@@ -69,17 +69,21 @@ def check_expert_layout(args: Any, check: Callable[..., Any]) -> Callable[..., A
     """
 
     def check_all(saved: Any, *arguments: Any, **options: Any) -> Any:
-        was_on = getattr(saved, "moe_sync_free_experts", False)
+        # Other launchers do not save this option.
+        was_on = vars(saved).get("moe_sync_free_experts")
         if (
-            was_on != args.moe_sync_free_experts
+            bool(was_on) != args.moe_sync_free_experts
             and args.use_distributed_optimizer
             and not args.no_load_optim
             and not getattr(saved, "dist_ckpt_optim_fully_reshardable", False)
         ):
+            was_saved = f"was saved with moe_sync_free_experts={was_on}"
+            if was_on is None:
+                was_saved = "does not record moe_sync_free_experts, which counts as off"
             raise CheckpointRefusedError(
-                f"load={args.load} was saved with moe_sync_free_experts={was_on}, whose parameters "
-                "are in another order in the distributed optimizer's buckets; set "
-                "no_load_optim=True to load the weights alone, or "
+                f"load={args.load} {was_saved}, and parameters are in another order in the "
+                "distributed optimizer's buckets with moe_sync_free_experts="
+                f"{args.moe_sync_free_experts}; set no_load_optim=True to load the weights, or "
                 "dist_ckpt_optim_fully_reshardable=True where the checkpoint is saved"
             )
         return check(saved, *arguments, **options)

@@ -48,7 +48,6 @@ BREAKS_MODEL_RULE: list[dict[str, Any]] = [
     {"min_offloaded_tensor_size": -1},
     {"delta_offload_bytes_across_pp_ranks": -1},
     {"fine_grained_offloading_max_inflight_offloads": -1},
-    {"offload_checkpoint_inputs": True},
     {"delay_offload_until_cuda_graph": True},
     {"cpu_offloading": True},
     {"cuda_graph_impl": "full_iteration"},

@@ -23,7 +23,7 @@ from megatron.slipstream.context_parallel.options import (
 )
 from megatron.slipstream.experts.options import EXPERT_RULES, ExpertOptions, check_experts
 from megatron.slipstream.integration.attach.handle import ATTACH_RULES
-from megatron.slipstream.model_rules import MODEL_RULES, check_model_options
+from megatron.slipstream.model_rules import CHECKPOINT_RULES, MODEL_RULES, check_model_options
 from megatron.slipstream.packed_sequences.options import (
     PACKING_RULES,
     PackingOptions,
@@ -118,10 +118,6 @@ OF_MODEL = [
     either("delta_offload_bytes_across_pp_ranks", -1, a=1),
     either("fine_grained_offloading_max_inflight_offloads", -1, a=0, b=None),
     Case(
-        {"offload_checkpoint_inputs": True},
-        [{"recompute_granularity": "full"}, {"offload_checkpoint_inputs": False}],
-    ),
-    Case(
         {"delay_offload_until_cuda_graph": True},
         [TE_GRAPHS, {"delay_offload_until_cuda_graph": False}],
     ),
@@ -208,6 +204,11 @@ def _accept(facts: SimpleNamespace) -> None:
     require(check_experts(facts, getattr(facts, "capability", (9, 0))))
     require(check_chunk_graphs(facts, has_gpu=True))
     require(check_model_options(facts))
+
+
+def _accept_with_checkpoints(facts: SimpleNamespace) -> None:
+    require(check_rules(CHECKPOINT_RULES, facts))
+    _accept(facts)
 
 
 def _accept_attached(facts: SimpleNamespace) -> None:
@@ -392,6 +393,29 @@ OF_ATTACH = [
     either("offload_engine", "megatron", a="slipstream"),
     off("offload_report_path", "report.json"),
     off("offload_trace_path", "trace.json"),
+    either("offload_checkpoint_inputs", True, a=False),
+]
+OF_CHECKPOINTS = [
+    Case(
+        {"recompute_granularity": None},
+        [{"recompute_granularity": "full"}, {"offload_checkpoint_inputs": False}],
+    ),
+    Case(
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        [
+            *({"recompute_modules": ["layernorm", name]} for name in ("core_attn", "mlp")),
+            *(
+                {
+                    "recompute_modules": [name],
+                    "num_moe_experts": 8,
+                    "moe_shared_expert_intermediate_size": 8,
+                }
+                for name in ("moe", "shared_experts")
+            ),
+            {"recompute_granularity": "full"},
+            {"offload_checkpoint_inputs": False},
+        ],
+    ),
 ]
 
 
@@ -412,6 +436,12 @@ TABLES = {
     "packing": Table(PACKING_RULES, OF_PACKING, PACKED, _accept),
     "dynamic": Table(DYNAMIC_RULES, OF_DYNAMIC_SIZES, DYNAMIC, _accept),
     "experts": Table(EXPERT_RULES, OF_EXPERTS, SYNC_FREE, _accept),
+    "checkpoints": Table(
+        CHECKPOINT_RULES,
+        OF_CHECKPOINTS,
+        {**MODEL, "offload_checkpoint_inputs": True, "recompute_granularity": "full"},
+        _accept_with_checkpoints,
+    ),
     "attach": Table(ATTACH_RULES, OF_ATTACH, MODEL, _accept_attached),
 }
 

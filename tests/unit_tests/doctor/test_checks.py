@@ -281,7 +281,8 @@ CASES = {
 
 OF_THE_COMMAND = {
     command.REFUSED_BY_MEGATRON.name,
-    *(command.STAYS.name, command.NO_EFFECT.name, command.NOTHING_TO_MOVE.name),
+    *(command.STAYS.name, command.NO_EFFECT.name, command.NO_EFFECT_ON_MEGATRON.name),
+    command.NOTHING_TO_MOVE.name,
     *(problem.name for problem in preflight.RULES if "data" in problem.name),
     preflight.TOKEN_OUTSIDE_VOCABULARY.name,
 }

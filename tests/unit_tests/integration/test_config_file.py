@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import config_file, install
+from megatron.slipstream.integration.attach.handle import Attached, attach
 
 Write = Callable[[str], Path]
 
@@ -115,6 +117,29 @@ def test_installing_takes_the_file_and_says_once_what_is_in_effect(
     given, defaults = line.split("; by default ")
     assert given.endswith("offload_backend='cpu', offload_release_lag=4")
     assert "offload_prefetch_depth=1" in defaults
+
+
+def attach_to(model: torch.nn.Module, config: OffloadConfig | None = None) -> Attached:
+    return attach(model, "0", config, min_offloaded_tensor_size=1)
+
+
+def test_attaching_takes_the_file_too(write: Write, caplog: pytest.LogCaptureFixture) -> None:
+    path = write("offload_backend: cpu-lazy\noffload_release_lag: 4\n")
+    with caplog.at_level(logging.INFO):
+        handle = attach_to(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert handle.engine.store.backend.name == "cpu-lazy"
+    assert handle.engine.options.release_lag == 4
+    assert any(f"SLIPSTREAM_CONFIG={path}" in text for text in caplog.messages)
+    given = OffloadConfig(offload_backend="cpu")
+    handle = attach_to(torch.nn.Sequential(torch.nn.Linear(2, 2)), given)
+    assert handle.engine.options.release_lag == 1
+
+
+@pytest.mark.parametrize("line", ["offload_checkpoint_inputs: true", "offload_prefetch_dept: 2"])
+def test_attaching_refuses_what_the_file_cannot_set(write: Write, line: str) -> None:
+    write(line)
+    with pytest.raises(ValueError, match=line.partition(":")[0]):
+        attach_to(torch.nn.Sequential(torch.nn.Linear(2, 2)))
 
 
 def test_settings_that_are_passed_win_over_the_file(write: Write) -> None:

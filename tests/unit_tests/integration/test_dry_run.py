@@ -7,6 +7,7 @@ The shims stay in the forked process that each case runs in.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -21,6 +22,8 @@ import torch
 from forked import run_function
 from training_runs import prepare_training
 
+from megatron.slipstream import rules
+from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import checks, dry_run
 from megatron.slipstream.integration.model_arguments import configured_by_flags
 from megatron.slipstream.integration.validation import parse_and_validate
@@ -247,6 +250,56 @@ def test_settings_of_the_engine_do_not_matter_where_none_is_asked_for(tmp_path: 
     assert warning.startswith("offload_modules, offload_backend: no effect without fine_grained")
     result = check(tmp_path, [*MODEL, *MOCK, *OFFLOAD, "core_attn", "attn_proj"])
     assert result["warnings"] == []
+
+
+OWN = [
+    "--offload-backend=cpu",
+    *"--offload-release-lag 3 --offload-prefetch-depth 3 --offload-target-memory-gib 3".split(),
+    *"--offload-host-memory-limit-bytes 1000 --offload-native off --offload-verify 5".split(),
+    *"--offload-trace-path trace.json --offload-report-path report.json".split(),
+    *"--offload-nvtx-ranges --offload-checkpoint-inputs".split(),
+]
+"""All of our engine's options but those that exclude one of them."""
+
+
+def test_settings_of_the_engine_do_not_matter_to_another_one(tmp_path: Path) -> None:
+    flags = [*MODEL, *MOCK, *OFFLOAD, "core_attn", "--offload-engine", "megatron", *OWN]
+    warnings = check(tmp_path, flags)["warnings"]
+    (warning,) = [text for text in warnings if "no effect" in text]
+    names, rest = warning.split(": ")
+    assert rest.startswith("no effect with offload_engine=megatron")
+    assert rest.endswith("set offload_engine=slipstream, or leave them out")
+    options = {field.name for field in dataclasses.fields(OffloadConfig)}
+    assert set(names.split(", ")) == options - {"offload_engine", "offload_max_overhead_percent"}
+
+
+def former_flags() -> list[str]:
+    """Graphs of layers by the flag of earlier releases, which megatron translates."""
+    modules = [*OFFLOAD, "attn_norm", "core_attn"]
+    return [*MODEL, *MOCK, *modules, "--external-cuda-graph", "--multi-latent-attention"]
+
+
+def has_gpu_and_te(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the checks of a machine, which refuse CUDA graphs."""
+    monkeypatch.setattr(checks, "RUN_CHECKS", ())
+
+
+def test_a_warning_is_the_same_for_an_option_by_a_former_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_gpu_and_te(monkeypatch)
+    expected = "offload_modules: attn_norm of the layers that CUDA graphs capture"
+    result = check(tmp_path, former_flags())
+    assert [text for text in result["warnings"] if text.startswith(expected)], result
+
+    def work() -> dict[str, Any]:
+        said: list[str] = []
+        monkeypatch.setattr(rules.logger, "warning", lambda form, *of: said.append(form % of))
+        parse_and_validate(former_flags())
+        return {"said": said}
+
+    said = in_child(tmp_path, work, NVTE_CPU_OFFLOAD_V1="1")["said"]
+    assert len([text for text in said if text.startswith(expected)]) == 1
 
 
 def test_what_is_refused_with_its_cure_is_not_refused_again_by_megatron(tmp_path: Path) -> None:

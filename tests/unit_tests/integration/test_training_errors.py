@@ -132,6 +132,29 @@ REFUSALS = {
         ["--sequence-packing", "greedy", "--micro-batch-size", "2"],
         ["micro_batch_size=2", "sequence_packing=greedy", "set 1 and a larger seq_length"],
     ),
+    "inputs of checkpoints that keep none": (
+        [
+            *(*OFFLOAD, "core_attn", "--offload-checkpoint-inputs"),
+            *("--recompute-granularity", "selective", "--recompute-modules", "layernorm"),
+        ],
+        ["offload_checkpoint_inputs=True", "['layernorm']", "name one of core_attn, mlp"],
+    ),
+    "sequence parallelism": (
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+        ["sequence_parallel=True", "without a GPU", "leave --sequence-parallel out"],
+    ),
+    "sharded grouped experts": (
+        ["--num-experts", "2", "--moe-grouped-gemm", "--ckpt-format", "torch_dist"],
+        ["moe_grouped_gemm=True", "without a GPU", "set --ckpt-format torch"],
+    ),
+    "nothing to evaluate first": (
+        ["--eval-before-training"],
+        ["eval_before_training=True", "eval_iters=0", "set --eval-iters to 1"],
+    ),
+    "nothing to evaluate before": (
+        ["--eval-before-training", "--skip-train", "--eval-iters", "1"],
+        ["eval_before_training=True", "skip_train=True", "leave --eval-before-training out"],
+    ),
     "packing by another name": (
         ["--sequence-packing", "greedy", "--enable-cuda-graph"],
         ["cuda_graph_impl=local", "sequence_packing=greedy", "leave it out"],

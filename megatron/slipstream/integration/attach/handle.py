@@ -24,6 +24,7 @@ from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration.attach.engine import AttachedEngine
 from megatron.slipstream.integration.attach.forward import ForwardHooks
 from megatron.slipstream.integration.attach.names import Match, Pattern, find_modules
+from megatron.slipstream.integration.config_file import config_from_environment, log_settings
 from megatron.slipstream.integration.engine_setup import (
     host_limit,
     open_backend,
@@ -67,6 +68,13 @@ ATTACH_RULES: tuple[Rule, ...] = (
         "it cannot see when training ends",
         "leave it out and call save_trace(path)",
     ),
+    unsupported(
+        "with attach()",
+        always,
+        "offload_checkpoint_inputs",
+        "the inputs that checkpoints of the chosen modules keep always move",
+        "leave it out",
+    ),
 )
 """Requirements on an :class:`OffloadConfig` that is given to :func:`attach`."""
 
@@ -96,7 +104,8 @@ def attach(
         patterns: Sub-modules: glob patterns over qualified names such as ``"layers.*.mlp"``
             (``*`` is one part of a name, ``**`` any number), or module types. Each call of such a
             module is a group, offloaded as a whole. Of nested matches, only the outermost counts.
-        config: Slipstream's own settings; None for the defaults.
+        config: Slipstream's own settings. None: those of the file that the environment variable
+            ``SLIPSTREAM_CONFIG`` names, else the defaults.
         min_offloaded_tensor_size: Tensors whose memory has fewer elements stay on the device. A
             small view counts as all the memory that it keeps alive.
         activation_offload_fraction: Fraction of each pass's groups to offload, earliest first.
@@ -107,13 +116,14 @@ def attach(
 
     Raises:
         ValueError: An argument has the wrong type, a pattern adds no module, an option or its
-            value is not supported, a chosen module is already attached, or the model is on several
-            GPUs.
+            value is not supported, a chosen module is already attached, the model is on several
+            GPUs, or the file cannot be used.
     """
     if not isinstance(model, torch.nn.Module):
         shown = repr(model) if len(repr(model)) < 80 else f"a {type(model).__name__}"
         raise ValueError(f"model={shown} is no module; give the torch.nn.Module to attach to")
-    config = OffloadConfig() if config is None else config
+    is_given = config is not None
+    config = config_from_environment() if config is None else config
     check_is_config(config)
     require(check_rules(ATTACH_RULES, config))
     check_type("min_offloaded_tensor_size", min_offloaded_tensor_size, int)
@@ -154,6 +164,8 @@ def attach(
         backend.name,
         ", ".join(sorted({match.label for match in matches})),
     )
+    if not is_given:
+        log_settings(config)
     return attached
 
 
