@@ -26,6 +26,7 @@ from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
 from torch._inductor import config as inductor
 
+from megatron.slipstream.fine_grained_activation_offload import peak_statistics
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
@@ -353,7 +354,7 @@ def _requested_memory(_: Backend) -> tuple[int, int]:
     trainings differ by some MiB more or less than by the moved bytes. Communicated tensors count as
     requested until all streams have used them, so several ranks need the other figure.
     """
-    stats = torch.cuda.memory_stats_as_nested_dict()["requested_bytes"]["all"]
+    stats = peak_statistics.read(torch.cuda.current_device())["requested_bytes"]["all"]
     return stats["current"], stats["peak"]
 
 

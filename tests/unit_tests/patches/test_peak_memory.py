@@ -142,6 +142,7 @@ def test_releases_without_these_functions_of_accelerators_need_no_patch_of_them(
 def test_recorded_iterations_leave_the_peak(native: str) -> None:
     was_active = patching.active()
     model = Decoder(4).cuda()
+    model(micro_batch(0).cuda()).square().mean().backward()  # allocates workspaces of cuBLAS
     torch.cuda.reset_peak_memory_stats()
     config = OffloadConfig(offload_native=native)
     with attach(model, "layers.*", config, min_offloaded_tensor_size=1):
