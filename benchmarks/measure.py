@@ -189,6 +189,7 @@ def _measure_cuda_memory(run: Run, backend: Backend, num_iterations: int) -> Mem
     for iteration in range(min(NUM_MEMORY_WARMUPS, num_iterations)):
         run(iteration)
         wait_for_all()
+    torch.cuda.reset_peak_memory_stats()  # also of what the engine's own resets discarded
     resident_bytes = backend.begin_peak()
     before = torch.cuda.memory_stats()
     for iteration in range(num_iterations):
