@@ -9,7 +9,6 @@ without a GPU, the shims must be installed first.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -19,11 +18,12 @@ import torch
 
 from megatron.slipstream.model_rules import graphed_modules
 from megatron.slipstream.patches import table
-from megatron.slipstream.patches.patching import applied
+from megatron.slipstream.patches.patching import applied, resolve
 from megatron.slipstream.patches.releases import (
     TESTED_RELEASES,
     has_gpt_builder,
     has_hybrid_models,
+    is_since,
     models_pass_their_rank,
     pretrain_parses,
     release,
@@ -52,6 +52,24 @@ def missing_pass_arguments() -> tuple[int, ...]:
     return (parallel_state.get_pipeline_model_parallel_rank(),)
 
 
+def check_models_announce_passes() -> None:
+    """Check that models have the method which tells the engine that a pass begins.
+
+    Other language models lack it, and offload nothing.
+
+    Raises:
+        RuntimeError: It has moved.
+    """
+    models = ["gpt.gpt_model.GPTModel"]
+    if has_hybrid_models():
+        models.append("hybrid.hybrid_model.HybridModel")
+    for model in models:
+        resolve(
+            f"megatron.core.models.{model}.preprocess_for_fine_grained_offloading",
+            "the engine would not know where a pass begins",
+        )
+
+
 # CUDA graphs of layers
 
 
@@ -61,7 +79,9 @@ def unmark_norms_at_graph_edges(layer: Any) -> None:
     A graph keeps that memory; and if a graph ends with the router, the group of the norm before it
     would begin inside the graph and end outside. From 0.19 on, layers do this themselves.
     """
-    if hasattr(layer, "offload_module_in_cuda_graph") or not hasattr(layer, "offload_mlp_norm"):
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    if is_since("0.19") or not isinstance(layer, TransformerLayer):
         return
     captured = graphed_modules(layer.config)
     if "attn" in captured:
@@ -228,17 +248,16 @@ def check_release(args: Any) -> list[Finding]:
 
 def null_tokenizer_takes_end_of_document() -> bool:
     """Whether ``eod_id`` is an argument; up to 0.17 it is always the token after the vocabulary."""
-    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
-
-    return "eod_id" in inspect.signature(NullTokenizer).parameters
+    return is_since("0.18")
 
 
 def complete_arguments(args: Any) -> None:
     """Add the newest release's arguments to those of an older one, with equal effect."""
-    # Evaluation had no batch size of its own up to 0.17.
+    if is_since("0.18"):
+        return
+    # Evaluation had no batch size of its own.
     for name in ("micro_batch_size", "global_batch_size"):
-        if not hasattr(args, f"eval_{name}"):
-            setattr(args, f"eval_{name}", getattr(args, name))
+        setattr(args, f"eval_{name}", getattr(args, name))
 
 
 def gpt_config(args: Any) -> Any:
@@ -305,9 +324,7 @@ def slice_for_context_parallel(batch: dict[str, Any], cp_group: Any) -> dict[str
     """Return this context-parallel rank's part of each sequence of an unpacked batch."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    options: dict[str, Any] = {}
-    if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:  # from 0.18 on
-        options["is_hybrid_cp"] = False
+    options = {"is_hybrid_cp": False} if is_since("0.18") else {}
     return get_batch_on_this_cp_rank({**batch, "cu_seqlens": None}, cp_group=cp_group, **options)
 
 

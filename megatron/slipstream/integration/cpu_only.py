@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from megatron.slipstream.patches.patching import Patch, apply, resolve
-from megatron.slipstream.patches.releases import has_hybrid_models, schedule_frees_before_sent
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +252,7 @@ CORE_SHIMS: tuple[Patch, ...] = (
         "megatron.core.models.hybrid.hybrid_block.TENorm",
         _plain_norm,
         "the final norm of a HybridModel is Transformer Engine's whatever its layer spec says",
-        is_needed=has_hybrid_models,
+        since="0.18",
     ),
     Patch(
         "megatron.core.models.backends.LocalSpecProvider.core_attention",
@@ -264,7 +263,7 @@ CORE_SHIMS: tuple[Patch, ...] = (
         "megatron.core.pipeline_parallel.p2p_communication._p2p_ops",
         _sends_keep_their_memory,
         "gloo sends an output after the interleaved schedule has emptied its tensor",
-        is_needed=schedule_frees_before_sent,
+        until="0.17",
     ),
     Patch(
         "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",

@@ -122,10 +122,8 @@ def _replacements() -> dict[type, type]:
         MLASelfAttention: DynamicMLASelfAttention,
         LatentCoreAttention: GatheringCoreAttention,
     }
-    # From 0.18 on.
-    fused = getattr(multi_latent_attention, "FusedMLASelfAttention", None)
-    if fused is not None:
-        classes[fused] = type("DynamicFusedMLASelfAttention", (DynamicGroupMixin, fused), {})
+    fused = multi_latent_attention.FusedMLASelfAttention
+    classes[fused] = type("DynamicFusedMLASelfAttention", (DynamicGroupMixin, fused), {})
     from megatron.core.extensions import transformer_engine
 
     if transformer_engine.HAVE_TE:

@@ -33,6 +33,7 @@ from megatron.slipstream.fine_grained_activation_offload.manager import Pipeline
 from megatron.slipstream.integration import compat, model_router
 from megatron.slipstream.integration.layer_classes import convert, undo_on
 from megatron.slipstream.integration.specs import replace_classes
+from megatron.slipstream.patches.releases import is_since
 from megatron.slipstream.rules import require
 
 
@@ -199,9 +200,8 @@ def _take_part(layer: Any, stage: int) -> list[Callable[[], None]]:
     """Convert one layer; return functions that undo it."""
     marks = {name: vars(layer)[name] for name in _MARKS if name in vars(layer)}
     is_mamba = isinstance(layer, MambaLayer)
-    sets_marks = hasattr(layer, "_set_offload_modules")  # from 0.19 on
     undo = convert(layer, GraphOffloadMambaMixin if is_mamba else GraphOffloadMixin)
-    if sets_marks:
+    if is_since("0.19") and not is_mamba:
         layer._set_offload_modules()
     layer.take_part(stage)
     return [undo, undo_on(layer, lambda layer: vars(layer).update(marks))]

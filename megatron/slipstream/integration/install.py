@@ -21,6 +21,7 @@ from typing import Any, Optional
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
+from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig, check_is_config
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
@@ -29,7 +30,7 @@ from megatron.slipstream.fine_grained_activation_offload.manager import (
     RegionFlag,
 )
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import model_router
+from megatron.slipstream.integration import compat, model_router
 from megatron.slipstream.integration.config_file import config_from_environment, log_settings
 from megatron.slipstream.integration.engine_setup import (
     host_limit,
@@ -41,6 +42,7 @@ from megatron.slipstream.launcher import rank
 from megatron.slipstream.model_rules import CHECKPOINT_RULES, moves_in_layer_graphs
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.model_calls import set_before_first_call
+from megatron.slipstream.patches.patching import resolve
 from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.plan import files
 from megatron.slipstream.plan.actions import Plan
@@ -99,6 +101,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     make_manager = partial(_make_manager, config, backend, options)
     manager = model_router.Router(make_manager, partial(_prepare_chunk, config, set())).default
     try:
+        compat.check_models_announce_passes()
         table.apply(*features)
     except BaseException:
         manager.router.close()  # The current engine stays, and gets the host memory back.
@@ -320,10 +323,10 @@ def _region_flag() -> Optional[RegionFlag]:
     If set, modules keep weights (and their ``main_grad``) by reference instead of saving them, and
     allocate each expert's input separately instead of as one block.
     """
-    try:
-        from megatron.core.extensions.transformer_engine import cpu_offload
-    except ImportError:
+    if not preflight.is_installed("transformer_engine"):
         return None
-    if not hasattr(cpu_offload, FLAG):
-        return None
-    return RegionFlag(cpu_offload, FLAG, WITHOUT_WEIGHTS)
+    owner, name = resolve(
+        f"megatron.core.extensions.transformer_engine.cpu_offload.{FLAG}",
+        "what Transformer Engine's modules save would stay",
+    )
+    return RegionFlag(owner, name, WITHOUT_WEIGHTS)

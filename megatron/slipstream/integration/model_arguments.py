@@ -108,7 +108,7 @@ def _hide_fusions(args: Any) -> dict[str, Any]:
     """
     if preflight.is_installed("transformer_engine"):
         return {}
-    names = [name for name in ("apply_rope_fusion", "moe_permute_fusion") if hasattr(args, name)]
+    names = ("apply_rope_fusion", "moe_permute_fusion")
     fused = {name: getattr(args, name) for name in names}
     for name in names:
         setattr(args, name, False)

@@ -10,9 +10,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.slipstream.integration.specs import replace_classes
+from megatron.slipstream.patches import table
 from megatron.slipstream.patches.multihot_map import indices_to_multihot
 
 
@@ -21,8 +23,12 @@ class SyncFreeMoELayer(MoELayer):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        manager: Any = getattr(self.token_dispatcher, "_comm_manager", None)
-        if hasattr(manager, "_indices_to_multihot"):
+        dispatcher: Any = self.token_dispatcher
+        if not isinstance(dispatcher, token_dispatcher.MoEFlexTokenDispatcher):
+            return
+        manager = dispatcher._comm_manager
+        if isinstance(manager, token_dispatcher._DeepepManager):
+            table.DISPATCH[0].check()
             multihot = partial(indices_to_multihot, num_local_experts=manager.num_local_experts)
             manager._indices_to_multihot = multihot
 

@@ -38,6 +38,7 @@ from megatron.slipstream.packed_sequences.dataset import (
 )
 from megatron.slipstream.packed_sequences.options import check_corpora, pack_limits
 from megatron.slipstream.patches import table
+from megatron.slipstream.patches.releases import is_since
 from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.rules import require
 
@@ -378,6 +379,5 @@ def report_sequence_lengths(cu_seqlens: torch.Tensor) -> None:
     """
     from megatron.training import training
 
-    update = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
-    if update is not None and torch.is_grad_enabled():
-        update(cu_seqlens)
+    if is_since("0.18") and torch.is_grad_enabled():
+        training.update_seqlen_stats_from_cu_seqlens(cu_seqlens)

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from megatron.slipstream.patches.patching import replace_on
 
-_METHODS = ("forward", "get_cached_cos_sin")
-"""Methods that return a table; the second is for fused multi-latent attention."""
+_METHODS = ((RotaryEmbedding, "forward"), (YarnRotaryEmbedding, "get_cached_cos_sin"))
+"""Methods that return a table, by class; the second is for fused multi-latent attention."""
 
 
 class RotaryTables:
@@ -41,7 +41,7 @@ class RotaryTables:
         """Make the layers use the kept tables inside this context, and keep new ones."""
         with contextlib.ExitStack() as undo:
             for owner in self._owners:
-                for name in filter(partial(hasattr, owner), _METHODS):
+                for name in (name for kind, name in _METHODS if isinstance(owner, kind)):
                     undo.callback(replace_on(owner, name, self._holding(owner, name)))
             yield
 

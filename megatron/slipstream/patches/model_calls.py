@@ -30,13 +30,6 @@ def set_before_first_call(function: Optional[Callable[[], None]]) -> None:
     before_first_call = function
 
 
-def can_run_in_nodes() -> bool:
-    """Whether GPT models can run in nodes (from 0.18 on)."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    return hasattr(GPTModel, "build_schedule_plan")
-
-
 def call_through_router(_: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``LanguageModule.__call__``, which it inherits from ``Module``."""
     return _call
@@ -86,4 +79,5 @@ def _router() -> Optional[Any]:
     """Return the router for a call of a model; None if the engine serves one model."""
     if before_first_call is not None:
         before_first_call()
-    return getattr(mcore_offload.PipelineOffloadManager.OFFLOAD_MGR, "router", None)
+    engine = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
+    return getattr(engine, "router", None)  # megatron-core's own has none.

@@ -19,12 +19,19 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from megatron.slipstream.patches.releases import TESTED_RELEASES, release
+from megatron.slipstream.patches.releases import (
+    TESTED_RELEASES,
+    installed_version,
+    is_within,
+    release,
+)
 
 logger = logging.getLogger(__name__)
 
 _INHERITED = object()
 """Sentinel: the owner itself has no such attribute."""
+_MISSING = object()
+"""Sentinel: no such attribute."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,28 +46,54 @@ class Patch:
     """Reason, for users: what goes wrong without the patch."""
     upstream: tuple[int, ...] = ()
     """Issues and pull requests of NVIDIA/Megatron-LM that would make the patch unnecessary."""
-    releases: str = "all"
-    """Tested releases of megatron-core that need it."""
+    since: str = ""
+    """First release of megatron-core that needs it, such as '0.18'; empty: the oldest."""
+    until: str = ""
+    """Last one; empty: the newest and, until that is known to need it no more, what follows."""
     parameters: Optional[tuple[str, ...]] = None
     """First parameters of the original that the replacement relies on; None: any."""
-    is_needed: Callable[[], bool] = lambda: True
-    """Whether the installed packages need it."""
+    attributes: tuple[str, ...] = ()
+    """Attributes of the original that the replacement relies on."""
+    condition: Callable[[], bool] = lambda: True
+    """What else it depends on, such as another package. Must not ask whether the target exists: one
+    that has moved would pass for one that needs no patch."""
+
+    @property
+    def releases(self) -> str:
+        """Tested releases that need it, for users."""
+        need = [r for r in TESTED_RELEASES if is_within(r, self.since, self.until)]
+        if len(need) == len(TESTED_RELEASES):
+            return "all"
+        return ", ".join(tested.rpartition(".")[0] for tested in need)
+
+    def is_needed(self) -> bool:
+        """Return whether the installed packages need it."""
+        return is_within(installed_version(), self.since, self.until) and self.condition()
 
     def check(self) -> tuple[Any, str]:
         """Return the owner of the target and its attribute name.
 
         Raises:
-            RuntimeError: The target does not exist, or takes other parameters.
+            RuntimeError: The target does not exist, takes other parameters, or has other
+                attributes.
         """
         owner, name = resolve(self.target, self.reason)
-        if self.parameters is not None and self not in _applied:
-            found = tuple(inspect.signature(getattr(owner, name)).parameters)
+        if self in _applied:
+            return owner, name
+        original = getattr(owner, name)
+        if self.parameters is not None:
+            found = tuple(inspect.signature(original).parameters)
             if found[: len(self.parameters)] != self.parameters:
                 raise RuntimeError(
                     f"{self.target} takes ({', '.join(found)}) in {_installed()}, where its patch "
-                    f"expects ({', '.join(self.parameters)}); install one of the tested releases "
-                    f"of megatron-core: {', '.join(TESTED_RELEASES)}"
+                    f"expects ({', '.join(self.parameters)}); {_cure()}"
                 )
+        missing = [attribute for attribute in self.attributes if not hasattr(original, attribute)]
+        if missing:
+            raise RuntimeError(
+                f"{self.target} is a {type(original).__name__} without {', '.join(missing)} in "
+                f"{_installed()}, which its patch needs; {_cure()}"
+            )
         return owner, name
 
 
@@ -89,7 +122,7 @@ def apply_all(wanted: Mapping[Hashable, Iterable[Patch]]) -> None:
             are resolved before the first is applied.
 
     Raises:
-        RuntimeError: A target does not exist, or takes other parameters; nothing is changed.
+        RuntimeError: A target does not exist, or is not as its patch expects; nothing is changed.
     """
     needed = {user: [p for p in patches if p.is_needed()] for user, patches in wanted.items()}
     each = dict.fromkeys(patch for patches in needed.values() for patch in patches)
@@ -158,7 +191,7 @@ def resolve(path: str, reason: str = "") -> tuple[Any, str]:
             tested releases of megatron-core.
     """
     owner_path, _, name = path.rpartition(".")
-    owner: Any = None
+    owner: Any = _MISSING
     parts = owner_path.split(".")
     for length in range(len(parts), 0, -1):  # the longest importable prefix is the module
         try:
@@ -168,16 +201,20 @@ def resolve(path: str, reason: str = "") -> tuple[Any, str]:
                 raise
             continue
         for attribute in parts[length:]:
-            owner = getattr(owner, attribute, None)
+            owner = getattr(owner, attribute, _MISSING)
         break
-    if not hasattr(owner, name):
+    if owner is _MISSING or not hasattr(owner, name):
         raise RuntimeError(
             f"{path} does not exist in {_installed()}, so it cannot be patched"
             + (f" ({reason})" if reason else "")
-            + f"; install one of the tested releases of megatron-core: {', '.join(TESTED_RELEASES)}"
+            + f"; {_cure()}"
         )
     return owner, name
 
 
 def _installed() -> str:
     return f"{release()} with torch {torch.__version__}"
+
+
+def _cure() -> str:
+    return f"install one of the tested releases of megatron-core: {', '.join(TESTED_RELEASES)}"

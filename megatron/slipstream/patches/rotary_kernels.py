@@ -23,6 +23,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
@@ -37,9 +38,9 @@ MOST_HEADS_SUMMED = 16
 """Block size, in heads, for deterministic algorithms."""
 
 
-def is_tuned(name: str) -> bool:
-    """Whether Triton autotunes the kernel; without Triton megatron-core has a placeholder."""
-    return isinstance(getattr(getattr(fused, name, None), "configs", None), list)
+def runs_triton() -> bool:
+    """Whether Triton compiles the kernels; else megatron-core has a mock in its place."""
+    return not isinstance(vars(fused).get("triton"), Mock)
 
 
 def restrict_autotune_configs(kernel: Any) -> Any:

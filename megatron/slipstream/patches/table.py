@@ -19,11 +19,6 @@ import torch
 from megatron.slipstream import preflight
 from megatron.slipstream.patches import patching
 from megatron.slipstream.patches.patching import Patch
-from megatron.slipstream.patches.releases import (
-    has_gpt_builder,
-    has_group_end,
-    pretrain_parses,
-)
 
 
 class Feature(enum.Enum):
@@ -75,7 +70,6 @@ CALLS = (
         f"{_CORE}.models.gpt.gpt_model.GPTModel.build_schedule_plan",
         _lazy("model_calls", "build_through_router"),
         "the same where the layers of two micro-batches run in turn",
-        is_needed=_condition("model_calls", "can_run_in_nodes"),
     ),
 )
 
@@ -85,7 +79,8 @@ ROTATION = tuple(
         _lazy("rotary_kernels", "restrict_autotune_configs"),
         "some block sizes that Triton may choose compute wrong gradients",
         (4640, 7103),
-        is_needed=_condition("rotary_kernels", "is_tuned", name),
+        attributes=("cache", "configs", "early_config_prune", "fn"),
+        condition=_condition("rotary_kernels", "runs_triton"),
     )
     for name in (
         *("rotary_fwd_q_kernel", "rotary_bwd_q_kernel"),
@@ -105,13 +100,13 @@ GROUPS = (
             f"{_FACADE}.{name}",
             _lazy("marks", "end_by_engine"),
             "a Python function would run at each group's end, forward and backward",
-            releases=releases,
+            since=since,
+            until=until,
             parameters=("tensor", "name", "forced_released_tensors", "delay_offload"),
-            is_needed=partial(has_group_end, name),
         )
-        for name, releases in (
-            ("fine_grained_offloading_group_offload", "0.19"),
-            ("fine_grained_offloading_group_commit", "0.17, 0.18"),
+        for name, since, until in (
+            ("fine_grained_offloading_group_offload", "0.19", ""),
+            ("fine_grained_offloading_group_commit", "", "0.18"),
         )
     ),
 )
@@ -144,9 +139,9 @@ PEAKS = tuple(
         _lazy("peak_memory", replacement),
         "`max_memory_allocated()` would only cover the time since the engine last read the peak "
         "between two marks",
-        is_needed=is_needed,
+        condition=condition,
     )
-    for prefix, stats, peaks, is_needed in (
+    for prefix, stats, peaks, condition in (
         ("_cuda", "memoryStats", "resetPeakMemoryStats", lambda: True),
         (
             *("_accelerator", "getDeviceStats", "resetPeakStats"),
@@ -170,7 +165,7 @@ CHECKPOINTS = (
         "transformer_engine.pytorch.distributed._CheckpointFunction.apply",
         _lazy("marks", "run_in_a_group"),
         "the same for checkpoints of Transformer Engine",
-        is_needed=lambda: preflight.is_installed("transformer_engine"),
+        condition=lambda: preflight.is_installed("transformer_engine"),
     ),
 )
 
@@ -241,6 +236,10 @@ EVALUATE_FIRST = Patch(
     f"{_LOOP}.train",
     _lazy("training_loop", "evaluate_first"),
     "`--eval-before-training`: the loop has no call-out before its first iteration",
+    parameters=(
+        *("forward_step_func", "model", "optimizer", "opt_param_scheduler"),
+        *("train_data_iterator", "valid_data_iterator", "process_non_loss_data_func", "config"),
+    ),
 )
 CHECK_EXPERTS = Patch(
     "megatron.training.checkpointing.check_checkpoint_args",
@@ -252,24 +251,21 @@ FINALIZE = Patch(
     f"{_LOOP}.finalize_model_grads",
     _lazy("training_loop", "finalize_through"),
     "progress and run record: the loop does not take the function from the configuration",
-    releases="0.17, 0.18",
-    is_needed=lambda: not has_gpt_builder(),
+    until="0.18",
 )
 INITIALIZE = (
     Patch(
         f"{_LOOP}.initialize_megatron",
         _lazy("training_loop", "take_arguments"),
         "the loop would parse and validate the command line once more",
-        releases="0.17",
-        is_needed=pretrain_parses,
+        until="0.17",
     ),
     *(
         Patch(
             f"megatron.training.initialize.{name}",
             _lazy("training_loop", "do_nothing"),
             "the same",
-            releases="0.17",
-            is_needed=pretrain_parses,
+            until="0.17",
         )
         for name in ("validate_args", "load_args_from_checkpoint", "set_global_variables")
     ),

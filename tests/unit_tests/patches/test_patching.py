@@ -76,8 +76,8 @@ def test_a_target_with_other_parameters_is_an_error(target: Any) -> None:
 
 def test_what_is_not_needed_is_left_alone(target: Any) -> None:
     original = target.there
-    patching.apply([Patch("patch_target.there", double, "", is_needed=lambda: False)], "one")
-    patching.apply([Patch("patch_target.gone", double, "", is_needed=lambda: False)], "one")
+    patching.apply([Patch("patch_target.there", double, "", condition=lambda: False)], "one")
+    patching.apply([Patch("patch_target.gone", double, "", condition=lambda: False)], "one")
     assert target.there is original
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
@@ -85,12 +86,25 @@ def test_installing_is_enough_and_what_was_tuned_is_kept() -> None:
     assert tuners()[0] is kernel, "the other feature still needs it"
 
 
-@pytest.mark.parametrize("stand_in", [None, lambda *_: None])
-def test_without_triton_there_is_nothing_to_do(
-    monkeypatch: pytest.MonkeyPatch, stand_in: object
+def _plain_kernel(*_: Any) -> None:
+    """What megatron-core's decorators leave without Triton, or Triton's compiler without tuning."""
+
+
+def test_without_triton_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    table.undo(Feature.FUSED_ROTATION)
+    monkeypatch.setattr(fused, "triton", MagicMock())
+    for name in rotary_kernels.NAMES:
+        monkeypatch.setattr(fused, name, _plain_kernel)
+    table.apply(Feature.FUSED_ROTATION)
+    assert tuners() == [_plain_kernel] * len(rotary_kernels.NAMES)
+
+
+@pytest.mark.parametrize("other", [None, _plain_kernel])
+@pytest.mark.parametrize("name", rotary_kernels.NAMES)
+def test_a_kernel_that_is_tuned_in_another_way_is_an_error(
+    name: str, other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table.undo(Feature.FUSED_ROTATION)
-    for name in rotary_kernels.NAMES:
-        monkeypatch.setattr(fused, name, stand_in)
-    table.apply(Feature.FUSED_ROTATION)
-    assert tuners() == [stand_in] * len(rotary_kernels.NAMES)
+    monkeypatch.setattr(fused, name, other)
+    with pytest.raises(RuntimeError, match=f"{name} is a .* without cache, configs, .*; install"):
+        table.apply(Feature.FUSED_ROTATION)
