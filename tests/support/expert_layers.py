@@ -107,3 +107,16 @@ def run_layer(layer: Any, config: Any, seed: int = 5) -> dict[str, torch.Tensor]
 def differences(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
     assert left.keys() == right.keys()
     return [name for name in left if not torch.equal(left[name], right[name])]
+
+
+def held(layer: Any) -> list[str]:
+    """What a layer's dispatcher holds between passes of what depends on the tokens of one."""
+    dispatcher = layer.token_dispatcher
+    names = "tokens_per_expert", "_exchange"
+    return [name for name in names if getattr(dispatcher, name) is not None]
+
+
+def reduced_over_all_ranks(layer: Any) -> set[bool]:
+    """Whether DDP averages the experts' gradients over all data-parallel ranks, not only over
+    those that have the same experts."""
+    return {weight.allreduce for weight in layer.experts.parameters()}

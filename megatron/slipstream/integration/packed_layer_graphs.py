@@ -111,8 +111,9 @@ class PackedLayers:
         """The first layer of a pass."""
         self._size = ONE_SIZE
         """See :attr:`size`."""
-        self._loaded: dict[tuple[int, ...], Tensors] = {}
-        """The current micro-batch's static inputs, by the identity of its arguments."""
+        self._loaded: dict[tuple[int, ...], tuple[tuple[Any, ...], Tensors]] = {}
+        """By the identity of the current micro-batch's arguments: these arguments, which must live
+        as long as they are identified so, and the static inputs that they are copied to."""
 
     @property
     def size(self) -> int:
@@ -279,10 +280,11 @@ class PackedLayers:
             self._size = ONE_SIZE if self.sizes is None else self.sizes.size_of(options)
         if self.sizes is not None:
             self._use(layer, self._size)
-        key = tuple(map(id, options.values()))
+        arguments = tuple(options.values())
+        key = tuple(map(id, arguments))
         if key not in self._loaded:
-            self._loaded[key] = self._copied(layer, options)
-        return self._loaded[key]
+            self._loaded[key] = arguments, self._copied(layer, options)
+        return self._loaded[key][1]
 
     def sends_gradient(self, layer: torch.nn.Module) -> bool:
         """Whether the gradient of a layer's input goes to another pipeline stage."""

@@ -83,6 +83,7 @@ def test_rows_beyond_the_capacity_touch_no_memory_of_others() -> None:
     for index, limit in ((first.slot_of_row, 6), (first.row_of_slot, 6), (first.sorted_of_slot, 6)):
         assert index.min() >= 0
         assert index.max() < limit
+    assert (first.slot_of_row // 3).tolist() == [0] * 5 + [1], "in the slots of their own ranks"
     assert first.rows_of_experts.tolist() == [4, 2]
     assert sorted(first.sorted_of_slot.tolist()) == list(range(6))
 

@@ -14,8 +14,10 @@ from expert_layers import (
     expert_config,
     expert_layer,
     expert_spec,
+    held,
     in_a_process,
     load_from,
+    reduced_over_all_ranks,
     run_layer,
 )
 from host_reads import HostReads
@@ -79,6 +81,8 @@ def test_results_are_those_of_experts_one_by_one(overrides: dict[str, Any], bf16
     for seed in range(3):
         results = run_layer(ours, config, seed)
         assert differences(run_layer(theirs, config, seed), results) == []
+    assert held(ours) == []
+    assert reduced_over_all_ranks(ours) == reduced_over_all_ranks(theirs) == {True}
     assert results["experts.0.linear_fc1.weight"].any()
 
 

@@ -11,7 +11,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from expert_layers import BATCH, TOKENS, differences, expert_layer, load_from, run_layer
+from expert_layers import (
+    BATCH,
+    TOKENS,
+    differences,
+    expert_layer,
+    held,
+    load_from,
+    reduced_over_all_ranks,
+    run_layer,
+)
 from host_reads import HostReads
 from megatron.core.transformer.moe.experts import SequentialMLP
 from ranks import run_ranks
@@ -70,6 +79,8 @@ def compare(
         config.finalize_model_grads_func()
         config.finalize_model_grads_func = None
     assert expected["experts.0.linear_fc1.weight"].any()
+    assert held(ours) == []
+    assert reduced_over_all_ranks(ours) == reduced_over_all_ranks(theirs) == {False}
     return found, reads.found
 
 
