@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
 from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.report_page.summary import peaks_of
 from megatron.slipstream.rules import Finding
 
 MAX_WAIT_SHARE = 0.01
@@ -67,16 +68,19 @@ def next_step(report: Report) -> str:
     ranks = report.ranks
     if not any(rank.num_iterations for rank in ranks):
         return "train for 5 iterations or more: the first are recorded and timed."
-    freed_bytes = min(rank.baseline_peak_bytes - rank.planned_peak_bytes for rank in ranks)
-    if freed_bytes > 0:
+    is_read = all(rank.baseline_peak_bytes for rank in ranks)
+    freed_bytes = min(peaks_of(rank).saved_bytes for rank in ranks)
+    if is_read and freed_bytes > 0:
         return (
             f"every rank has at least {format_bytes(freed_bytes)} of freed device memory: raise "
             "--micro-batch-size or --seq-length, or recompute less (--recompute-granularity)."
         )
-    if not all(rank.baseline_peak_bytes for rank in ranks):
+    if not is_read:
+        counted_bytes = min(rank.peak_drop_bytes for rank in ranks)
+        counted = f" ({format_bytes(counted_bytes)} or more)" if counted_bytes else ""
         return (
-            "device memory was not measured: train on a GPU, or without one with "
-            "--run-record-path, to see by how much its peak drops."
+            f"device memory was not measured; peak_drop{counted} is counted from saved tensors. "
+            "Train on a GPU, or without one with --run-record-path, to measure it."
         )
     return (
         "the device peak of a rank does not drop: add --offload-modules that save the most at the "
@@ -145,8 +149,8 @@ def _time_as_planned(rank: RankReport) -> Iterator[Observation]:
             "The iteration takes longer than planned",
             f"{measured:.1f} ms, {planned:.1f} ms planned",
             "Copies or computation are slower than when they were measured. Check for other "
-            "processes on the link or the host's CPUs, and that the process runs on its GPU's NUMA "
-            "node (see the log's line that starts with NUMA).",
+            "processes on the link or the host's CPUs, and with slipstream doctor that processes "
+            "run on the NUMA node of their GPU.",
         )
 
 

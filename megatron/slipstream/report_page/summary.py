@@ -42,6 +42,31 @@ class Row(NamedTuple):
     """Ranks, and their common value."""
 
 
+class Peaks(NamedTuple):
+    """The device peaks of a rank, with all memory that it has allocated by now."""
+
+    without_bytes: int
+    with_bytes: int
+    is_measured: bool
+    """Whether the peak with the plan was measured, rather than predicted with the plan."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """By how much offloading lowers the peak; negative if it does not."""
+        return self.without_bytes - self.with_bytes
+
+
+def peaks_of(rank: RankReport) -> Peaks:
+    """Return a rank's peaks: the measured one with the plan if there is one, else the planned one.
+
+    Memory allocated since the recorded iteration counts in both, so that they can be compared.
+    """
+    later = rank.later_bytes
+    measured = rank.measured_peak_bytes
+    planned = rank.planned_peak_bytes + later
+    return Peaks(rank.baseline_peak_bytes + later, measured or planned, bool(measured))
+
+
 def format_ms(ms: float) -> str:
     """Format a time in milliseconds, or in seconds from 10 s on."""
     return f"{ms / 1e3:.1f} s" if ms >= 10_000 else f"{ms:.1f} ms"
@@ -59,18 +84,20 @@ def _memory_card(ranks: Sequence[RankReport]) -> Card:
     if not known:
         freed = max((rank.freed_bytes for rank in ranks), default=0)
         return Card(title, NOT_KNOWN, ["peaks were not measured", f"{format_bytes(freed)} freed"])
-    before = max(rank.baseline_peak_bytes for rank in known)
-    after = max(rank.planned_peak_bytes for rank in known)
-    lines = [f"peak {format_bytes(before)} → {format_bytes(after)} planned"]
-    highest = max(known, key=lambda rank: rank.measured_peak_bytes)
-    if highest.measured_peak_bytes:
-        lines.append(f"{format_bytes(highest.measured_peak_bytes)} measured")
-        if highest.later_bytes:
-            lines[-1] += f", {format_bytes(highest.later_bytes)} of it new since the plan"
+    before = max(peaks_of(rank).without_bytes for rank in known)
+    highest = max(known, key=lambda rank: peaks_of(rank).with_bytes)
+    peaks = peaks_of(highest)._replace(without_bytes=before)
+    kind = "measured" if peaks.is_measured else "planned"
+    lines = [f"peak {format_bytes(before)} → {format_bytes(peaks.with_bytes)} {kind}"]
+    if peaks.is_measured:
+        planned = highest.planned_peak_bytes + highest.later_bytes
+        lines.append(f"{format_bytes(planned)} planned")
+    if highest.later_bytes:
+        lines.append(f"with {format_bytes(highest.later_bytes)} allocated since the plan")
     if len(ranks) > 1:
         lines.append(f"highest of {len(ranks)} ranks")
-    share = (before - after) / before
-    return Card(title, f"{format_bytes(before - after)} ({share:.0%})", lines)
+    share = peaks.saved_bytes / before
+    return Card(title, f"{format_bytes(peaks.saved_bytes)} ({share:.0%})", lines)
 
 
 def _time_card(ranks: Sequence[RankReport]) -> Card:
@@ -145,8 +172,8 @@ class _RankColumn(NamedTuple):
 
 
 def _share_saved(rank: RankReport) -> float:
-    before = rank.baseline_peak_bytes
-    return (before - rank.planned_peak_bytes) / before if before else 0.0
+    peaks = peaks_of(rank)
+    return peaks.saved_bytes / peaks.without_bytes if rank.baseline_peak_bytes else 0.0
 
 
 def _typical_ms(rank: RankReport) -> float:

@@ -35,6 +35,7 @@ from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.estimate.training_setup import usable_modules
+from megatron.slipstream.fine_grained_activation_offload import cost_trial
 from megatron.slipstream.plan import search
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.arrange import arrange
@@ -824,3 +825,15 @@ def test_of_plans_with_the_lowest_peak_the_one_that_moves_least_is_taken(
     found = for_time(trace, 0.0)
     assert found.moved_nbytes == moved_mb_without * MB
     assert peak(lean) == peak(found)
+
+
+def test_the_design_names_the_numbers_of_the_search() -> None:
+    words = "zero one two three four five six seven eight nine".split()
+    page = Path(__file__).resolve().parents[3] / "docs" / "design" / "planner.md"
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    assert f"; {words[len(search.RESERVES)]} reserves are tried" in text
+    assert f"with up to {search.MAX_CHANGED_GROUPS}, the result is refined" in text
+    assert f"{cost_trial.MIN_PAIRS} to {cost_trial.MAX_PAIRS} pairs" in text
+    assert f"After {words[cost_trial.MAX_TRIALS]} trials nothing moves" in text
+    assert f"gives up at most {search.MAX_SHARE_GIVEN_UP:.0%} of the drop" in text
+    assert f"and {search.MIN_SHARE_OF_COMPUTE:.1%} of the compute time" in text

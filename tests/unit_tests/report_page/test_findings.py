@@ -11,6 +11,7 @@ import pytest
 from make_trace import Model, one_pass
 from reported_runs import make_run, with_waits
 
+from megatron.slipstream.doctor.gpus import BOUND_ELSEWHERE
 from megatron.slipstream.fine_grained_activation_offload.report import (
     ModuleCounters,
     RankReport,
@@ -234,7 +235,11 @@ def test_the_next_step_is_the_cure_of_the_first_problem() -> None:
         ),
         (
             {"baseline_peak_bytes": 0, "planned_peak_bytes": 0},
-            "device memory was not measured: train",
+            "device memory was not measured; peak_drop is counted from saved tensors. Train",
+        ),
+        (
+            {"baseline_peak_bytes": 0, "modules": {"a": replace(MODULE, peak_drop_bytes=GIB)}},
+            "device memory was not measured; peak_drop is counted",
         ),
         ({"num_iterations": 0}, "train for 5 iterations or more"),
     ],
@@ -248,6 +253,26 @@ def test_a_run_without_problems_has_a_next_step(changes: dict[str, Any], step: s
         replace(other, step_peak_bytes=[]),
     ]
     assert next_step(Report(ranks)).startswith(step)
+
+
+def test_the_next_step_is_of_the_figures_that_are_shown() -> None:
+    peaks = {"baseline_peak_bytes": 900 * GIB, "planned_peak_bytes": 500 * GIB}
+    (planned, measured) = (
+        replace(good_rank(), step_peak_bytes=peak, later_bytes=0, **peaks)
+        for peak in ([], [505 * GIB])
+    )
+    assert "at least 400.0 GiB of freed" in next_step(Report([planned]))
+    assert "at least 395.0 GiB of freed" in next_step(Report([planned, measured]))
+    modules = {"a": replace(MODULE, peak_drop_bytes=2 * GIB)}
+    counted = replace(good_rank(), modules=modules, baseline_peak_bytes=0, planned_peak_bytes=0)
+    assert "peak_drop (2.0 GiB or more) is counted" in next_step(Report([counted]))
+
+
+def test_the_numa_node_is_shown_where_the_cure_says() -> None:
+    (finding, _), *_ = found(replace(good_rank(), measured_ms=200.0, planned_ms=100.0))
+    assert finding.message == "The iteration takes longer than planned"
+    assert "slipstream doctor" in finding.cure
+    assert "NUMA node" in BOUND_ELSEWHERE.message
 
 
 def test_a_report_of_no_rank_has_a_next_step() -> None:

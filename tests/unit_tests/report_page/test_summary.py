@@ -48,12 +48,31 @@ def test_the_memory_card_has_the_highest_rank_before_and_after() -> None:
         ),
     ]
     found = card("Device memory saved", *ranks)
-    assert found.figure == "20.0 GiB (33%)"
+    assert found.figure == "19.0 GiB (32%)"
     assert found.lines == [
-        "peak 60.0 GiB → 40.0 GiB planned",
-        "41.0 GiB measured, 1.0 GiB of it new since the plan",
+        "peak 60.0 GiB → 41.0 GiB measured",
+        "41.0 GiB planned",
+        "with 1.0 GiB allocated since the plan",
         "highest of 2 ranks",
     ]
+
+
+def test_what_was_measured_is_the_saving_not_what_was_planned() -> None:
+    planned = rank(baseline_peak_bytes=60 * GIB, planned_peak_bytes=30 * GIB)
+    assert card("Device memory saved", planned) == Card(
+        "Device memory saved", "30.0 GiB (50%)", ["peak 60.0 GiB → 30.0 GiB planned"]
+    )
+    measured = replace(planned, step_peak_bytes=[GIB, 40 * GIB, GIB])
+    found = card("Device memory saved", measured)
+    assert found.figure == "20.0 GiB (33%)"
+    assert found.lines == ["peak 60.0 GiB → 40.0 GiB measured", "30.0 GiB planned"]
+    saved = rank_table(Report([measured]))[0].index("Saved")
+    assert rank_table(Report([measured]))[1][0].rows[0][1][saved].text == "33%"
+    # What is new since the recorded iteration would be there without offloading, too.
+    later = card("Device memory saved", replace(measured, later_bytes=10 * GIB))
+    assert later.figure == "30.0 GiB (43%)"
+    worse = card("Device memory saved", replace(measured, step_peak_bytes=[63 * GIB]))
+    assert worse.figure == "-3.0 GiB (-5%)"
 
 
 def test_without_readings_no_saving_is_claimed() -> None:
