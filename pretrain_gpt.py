@@ -9,7 +9,7 @@ import sys
 os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 
 from megatron.slipstream.integration.flag_names import refuse_misspelt_flags
-from megatron.slipstream.launcher import refuse
+from megatron.slipstream.launcher import INTERRUPTED, refuse
 
 if __name__ == "__main__":
     try:
@@ -18,6 +18,8 @@ if __name__ == "__main__":
         sys.exit(refuse(error))
 
     # After that, since this import takes seconds.
-    from megatron.slipstream.integration.training import main
-
+    try:
+        from megatron.slipstream.integration.training import main
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     sys.exit(main())

@@ -14,6 +14,7 @@ from megatron.slipstream import __version__
 from megatron.slipstream.cli_plan.main import add_plan
 from megatron.slipstream.doctor.main import add_doctor
 from megatron.slipstream.integration.flag_names import did_you_mean
+from megatron.slipstream.launcher import INTERRUPTED
 from megatron.slipstream.report_page.main import add_report
 
 
@@ -21,7 +22,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the command.
 
     Returns:
-        The exit status: the sub-command's, 0 if it returns None, or 2 for a user error.
+        The exit status: the sub-command's, 0 if it returns None, 2 for a user error, or 130 after
+        Ctrl-C.
     """
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:
@@ -38,6 +40,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         # The reader closed the pipe, as 'head' does; avoid Python's error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

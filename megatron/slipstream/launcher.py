@@ -81,6 +81,10 @@ def check_launcher() -> None:
         )
 
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells give it."""
+
+
 def refuse(error: ValueError) -> int:
     """Print the user's error on stderr, on one rank per node; return the exit code."""
     if os.environ.get("LOCAL_RANK", "0") == "0":

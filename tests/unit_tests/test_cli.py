@@ -300,8 +300,8 @@ def test_a_write_that_fails_in_the_end_names_its_option(
         path = trace_file.with_name("file.json")
         assert show("plan", trace_file, option, path) == 2
         assert capsys.readouterr().err == (
-            f"error: {option}={path} cannot be opened: no space left on device; name a file in a "
-            "folder that can be written\n"
+            f"error: {option}={path} cannot be written: no space left on device; free space there, "
+            "or name a file on another disk\n"
         )
 
 
@@ -412,3 +412,14 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"slipstream {__version__}\n"
+
+
+def test_an_interrupt_is_one_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron.slipstream.cli_plan.main._check_files", interrupt)
+    assert main(["plan", "trace.json"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

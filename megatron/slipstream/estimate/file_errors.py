@@ -23,7 +23,20 @@ def wrong_with(error: OSError) -> str:
     # mkdir raises EEXIST.
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         return "is not in a folder: a part of its path is a file"
-    return f"cannot be opened: {(error.strerror or str(error)).lower()}"
+    verb = "written" if error.errno in _FULL else "opened"
+    return f"cannot be {verb}: {(error.strerror or str(error)).lower()}"
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FIRST_BYTES = 1 << 16
+"""Bytes written to find a full disk early; a plan or report has more."""
+
+
+def cure_of(error: OSError) -> str:
+    """Return what to do about an error from writing a file."""
+    if error.errno in _FULL:
+        return "free space there, or name a file on another disk"
+    return "name a file in a folder that can be written"
 
 
 @contextmanager
@@ -60,9 +73,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(
-            f"{option}={path} {wrong_with(error)}; name a file in a folder that can be written"
-        ) from error
+        raise ValueError(f"{option}={path} {wrong_with(error)}; {cure_of(error)}") from error
 
 
 def require_writable(option: str, path: Path) -> None:
@@ -83,9 +94,10 @@ def require_writable(option: str, path: Path) -> None:
         if not above.is_dir():
             raise _os_error(errno.ENOTDIR, above)
         try:
-            # Some file systems refuse new files although a folder's permissions allow them.
-            with tempfile.TemporaryFile(dir=above):
-                pass
+            # Some file systems refuse new files although a folder's permissions allow them, and a
+            # full one takes new files without contents.
+            with tempfile.TemporaryFile(dir=above) as trial:
+                trial.write(bytes(_FIRST_BYTES))
         except FileNotFoundError:
             raise _os_error(errno.EACCES, above) from None
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional, TextIO
 
-from megatron.slipstream.estimate.file_errors import writing
+from megatron.slipstream.estimate.file_errors import cure_of, writing, wrong_with
 from megatron.slipstream.integration.arguments import EntryOptions
 from megatron.slipstream.integration.run_files import rank_path
 
@@ -144,11 +144,11 @@ class _Stream(io.TextIOBase):
         except OSError as error:
             self._has_failed = True
             logger.warning(
-                "megatron's own output is lost from here on, because %s cannot be written (%s); "
-                "set %s to another file",
-                getattr(self.target, "name", "the file"),
-                error.strerror,
+                "megatron's own output is lost from here on, because %s=%s %s; %s",
                 FLAG,
+                getattr(self.target, "name", "the file"),
+                wrong_with(error),
+                cure_of(error),
             )
             return len(text)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.estimate.file_errors import cure_of, wrong_with
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration.monitor import Monitor
 from megatron.slipstream.plan.whole_files import is_stream
@@ -96,8 +97,9 @@ class RunFiles:
         path = rank_path(given, self._rank)
         try:
             yield path
-        # RuntimeError: no iteration has been recorded.
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
+            logger.error("%s=%s %s; %s", option, path, wrong_with(error), cure_of(error))
+        except RuntimeError as error:  # No iteration has been recorded.
             logger.error("%s: nothing is written, since %s", option, error)
         else:
             self._written.append(f"{option}={path}")

@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from functools import partial, update_wrapper
+from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 import torch
@@ -31,6 +32,7 @@ from megatron.slipstream.integration.run_files import RunFiles
 from megatron.slipstream.integration.run_metadata import settings
 from megatron.slipstream.integration.validation import parse_and_validate, refused_by_megatron
 from megatron.slipstream.launcher import (
+    INTERRUPTED,
     check_launcher,
     free_port,
     launcher_number,
@@ -52,7 +54,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         argv: Flags without the program's name; the process's own if None.
 
     Returns:
-        The exit code: 0, or 2 for a user error (one line on stderr).
+        The exit code: 0, 2 for a user error (one line on stderr), or 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     log_to_stderr()
@@ -78,18 +80,46 @@ def _parse_and_train(arguments: Sequence[str], output: MegatronOutput) -> int:
         output.keep()
     except ValueError as error:
         return refuse(error)
+    except KeyboardInterrupt:
+        logger.info("interrupted before training")
+        return INTERRUPTED
     try:
         run(args, config, pretrain)
     except CheckpointRefusedError as error:
         code = refuse(error)
         _leave_process_groups()
         return code
+    except KeyboardInterrupt:
+        code = _interrupted(args)
+        if _has_nccl_peers():
+            _exit_without_cleanup(code)
+        return code
     except Exception:
         if not _has_nccl_peers():
             raise
         traceback.print_exc()
-        _exit_without_cleanup()
+        _exit_without_cleanup(1)
     return 0
+
+
+def _interrupted(args: Any) -> int:
+    """Say after Ctrl-C which checkpoint is the last; return the exit code that shells give."""
+    if rank() == 0:
+        # Set when a checkpoint is loaded, and in each iteration.
+        done = getattr(args, "curr_iteration", None) or getattr(args, "iteration", 0)
+        logger.info("interrupted after iteration %d; %s", done, _last_checkpoint(args.save))
+    return INTERRUPTED
+
+
+def _last_checkpoint(folder: Optional[str]) -> str:
+    if folder is None:
+        return "no checkpoint was saved, since --save is not set"
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+    tracker = Path(get_checkpoint_tracker_filename(folder))
+    if not tracker.exists():
+        return f"no checkpoint was saved in {folder} yet (--save-interval)"
+    return f"the last checkpoint in {folder} is of iteration {tracker.read_text().strip()}"
 
 
 # Process
@@ -122,7 +152,7 @@ def _has_nccl_peers() -> bool:
     return group.is_initialized() and group.get_world_size() > 1 and "nccl" in group.get_backend()
 
 
-def _exit_without_cleanup() -> NoReturn:
+def _exit_without_cleanup(code: int) -> NoReturn:
     """Exit this failed rank, which has printed its error, without the interpreter's shutdown.
 
     In shutdown NCCL's communicators would wait for ranks that wait for this one, for minutes
@@ -136,7 +166,7 @@ def _exit_without_cleanup() -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 # Training
@@ -173,7 +203,7 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
         backend=None if manager is None else manager.store.backend,
         between_iterations=files.write_between,
     )
-    patches = [bound(table.CHECK_EXPERTS, args)]
+    patches = [bound(table.CHECK_EXPERTS, args), bound(table.NAME_REFUSALS, args)]
     if args.eval_before_training:
         patches.append(bound(table.EVALUATE_FIRST, args))
     step = partial(providers.forward_step, monitor=monitor)

@@ -247,6 +247,12 @@ CHECK_EXPERTS = Patch(
     "the distributed optimizer's state of Megatron's experts would load into that of sync-free "
     "experts, and the other way round, in another order",
 )
+NAME_REFUSALS = Patch(
+    f"{_LOOP}.load_checkpoint",
+    _lazy("training_loop", "name_refusals"),
+    "a resume with another schedule or model ends in an assertion or, with exit status 0, in a "
+    "line of output; neither names what to set",
+)
 FINALIZE = Patch(
     f"{_LOOP}.finalize_model_grads",
     _lazy("training_loop", "finalize_through"),
@@ -283,7 +289,7 @@ TABLE: dict[Feature, tuple[Patch, ...]] = {
     Feature.PADDED_ROUTING: PADDING,
     Feature.PACKED_LAYER_GRAPHS: LAYER_CAPTURE,
     Feature.EXCHANGES_STAY: EXCHANGES,
-    Feature.TRAINING_ENTRY: (EVALUATE_FIRST, CHECK_EXPERTS, FINALIZE, *INITIALIZE),
+    Feature.TRAINING_ENTRY: (EVALUATE_FIRST, CHECK_EXPERTS, NAME_REFUSALS, FINALIZE, *INITIALIZE),
 }
 
 

@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TextIO
 
 from megatron.slipstream.patches.patching import Patch
 
@@ -89,6 +93,90 @@ def check_expert_layout(args: Any, check: Callable[..., Any]) -> Callable[..., A
         return check(saved, *arguments, **options)
 
     return check_all
+
+
+def name_refusals(args: Any, load: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``load_checkpoint``: a checkpoint that megatron refuses is an error with a cure.
+
+    megatron asserts what differs, or prints and exits with 0, as if the training had ended.
+
+    Raises:
+        CheckpointRefusedError: The replacement is called for such a checkpoint.
+    """
+
+    def load_or_refuse(*arguments: Any, **options: Any) -> Any:
+        with contextlib.redirect_stdout(_Heard(sys.stdout)) as heard:
+            try:
+                return load(*arguments, **options)
+            except AssertionError as error:
+                raise CheckpointRefusedError(_refusal(args.load, str(error))) from error
+            except (SystemExit, KeyError) as end:
+                if not heard.last_line or "exiting" not in heard.last_line.lower():
+                    raise
+                said = re.sub(r",? *exiting *\.* *<*$", "", heard.last_line, flags=re.IGNORECASE)
+                raise CheckpointRefusedError(_refusal(args.load, said)) from end
+
+    return load_or_refuse
+
+
+class _Heard(io.TextIOBase):
+    """Passes text on, and remembers the last line."""
+
+    def __init__(self, target: TextIO) -> None:
+        self._target = target
+        self.last_line = ""
+
+    def write(self, text: str) -> int:
+        self.last_line = next((line for line in reversed(text.splitlines()) if line.strip()),
+                              self.last_line)  # fmt: skip
+        return self._target.write(text)
+
+    def flush(self) -> None:
+        self._target.flush()
+
+
+_OTHER_SCHEDULE = re.compile(
+    r"OptimizerParamScheduler: class input value (?P<given>.*) and checkpoint ?value (?P<saved>.*) "
+    r"for (?P<name>.*) do not match"
+)
+_OTHER_ARGUMENT = re.compile(
+    r"(?P<name>\w+) value from checkpoint \((?P<saved>.*)\) is not equal to the input argument "
+    r"value \((?P<given>.*)\)\."
+)
+_SCHEDULED = {
+    "total number of iterations": "train_iters, lr_decay_iters or global_batch_size differ",
+    "warmup iterations": "lr_warmup_iters, lr_warmup_fraction or global_batch_size differ",
+    "learning rate": "lr differs",
+    "minimum learning rate": "min_lr differs",
+    "learning rate decay style": "lr_decay_style differs",
+    "start weight decay": "weight_decay or start_weight_decay differs",
+    "end weight decay": "weight_decay or end_weight_decay differs",
+    "total number of weight decay iterations": "train_iters or global_batch_size differ",
+    "weight decay incr style": "weight_decay_incr_style differs",
+}
+"""The options behind what megatron's scheduler compares."""
+
+
+def _refusal(load: Any, said: str) -> str:
+    """Return why a checkpoint is not loaded, and what to set."""
+    if found := _OTHER_SCHEDULE.fullmatch(said):
+        name = found["name"]
+        return (
+            f"load={load} has another schedule: {_SCHEDULED.get(name, name)} ({name}: "
+            f"{found['saved']} saved, {found['given']} here); set --override-opt_param-scheduler "
+            "to train by the flags given here, or --use-checkpoint-opt_param-scheduler by those "
+            "that were saved"
+        )
+    if found := _OTHER_ARGUMENT.fullmatch(said):
+        name, saved = found["name"], found["saved"]
+        return (
+            f"{name}={found['given']} is not supported with load={load} because that was saved "
+            f"with {name}={saved}; set {name}={saved}, or load another checkpoint"
+        )
+    cure = (
+        "" if "--" in said else "; load another checkpoint, or set the flags that it was saved with"
+    )
+    return f"load={load} is refused by megatron: {said or 'a check without a message'}{cure}"
 
 
 def take_arguments(args: Any, initialize: Callable[..., Any]) -> Callable[..., Any]:

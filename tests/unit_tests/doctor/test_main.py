@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_written_in_the_end_is_named(
     monkeypatch.setattr(Path, "write_bytes", fail)
     path = tmp_path / "doctor.json"
     assert main(["doctor", "--json", str(path)]) == 2
-    error = f"error: --json={path} cannot be opened: no space left on device; name a file in a"
+    error = f"error: --json={path} cannot be written: no space left on device; free space"
     assert capsys.readouterr().err.startswith(error)
 
 

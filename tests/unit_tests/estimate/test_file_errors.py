@@ -7,11 +7,14 @@ from __future__ import annotations
 import errno
 import os
 import re
+import tempfile
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from megatron.slipstream.estimate.file_errors import (
+    cure_of,
     require_distinct,
     require_writable,
     writing,
@@ -41,12 +44,37 @@ def test_what_is_wrong_is_said_without_numbers(tmp_path: Path) -> None:
 
 def test_a_failed_write_names_the_option_and_the_path_that_was_given(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    message = f"--output={path} cannot be opened: no space left on device{CURE}"
+    message = f"--output={path} cannot be opened: permission denied{CURE}"
     with (
         pytest.raises(ValueError, match=f"^{re.escape(message)}$"),
         writing("--output", path),
     ):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "plan.json.1.tmp")
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), "plan.json.1.tmp")
+
+
+FULL = "no space left on device; free space there, or name a file on another disk"
+
+
+def test_a_full_disk_needs_space() -> None:
+    with (
+        pytest.raises(ValueError, match=f"^--output=/dev/full cannot be written: {FULL}$"),
+        writing("--output", Path("/dev/full")),
+    ):
+        Path("/dev/full").write_bytes(b"plan")
+    over = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    assert cure_of(over) == "free space there, or name a file on another disk"
+
+
+def test_a_full_disk_is_found_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_full_disk(dir: Path) -> IO[bytes]:
+        assert dir == tmp_path
+        return open("/dev/full", "wb")
+
+    # An empty file can be made on a full disk.
+    monkeypatch.setattr(tempfile, "TemporaryFile", on_full_disk)
+    path = tmp_path / "plan.json"
+    with pytest.raises(ValueError, match=f"^--output={path} cannot be written: {FULL}$"):
+        require_writable("--output", path)
 
 
 def test_what_can_be_written_is_not_refused_and_nothing_is_made(tmp_path: Path) -> None:

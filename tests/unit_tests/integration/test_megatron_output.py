@@ -165,7 +165,10 @@ def test_a_disk_that_is_full_does_not_end_the_training(caplog: pytest.LogCapture
     # A record may come by both handlers.
     records = {id(r): r for r in caplog.records if r.levelname == "WARNING"}
     (warning,) = [record.getMessage() for record in records.values()]
-    assert "/dev/full cannot be written (No space left on device); set --megatron-out" in warning
+    assert (
+        "--megatron-output-path=/dev/full cannot be written: no space left on device; free space"
+        in warning
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the flags are those of a CPU training")

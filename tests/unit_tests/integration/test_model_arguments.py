@@ -142,7 +142,8 @@ OF_OTHERS = re.compile(
     r"cpu_offloading_|(data_parallel|outer_dp)_sharding|enable_full_sharding_in_hsdp|exp_avg_|"
     r"main_params_dtype|optimizer_offload_fraction|overlap_cpu_optimizer|use_torch_optimizer_for|"
     r"ddp_(param_name|reduce_scatter)_|recompute_(method|num_layers)|wgrad_deferral_limit|"
-    r"ckpt_|dist(rib)?_|save_|logits_save|strict_fsdp|data_sharding|num_layers_at_|cross_entropy_fusion_impl|moe_pad_expert_input_to_capacity"
+    r"ckpt_|dist(rib)?_|save_|logits_save|strict_fsdp|data_sharding|num_layers_at_|"
+    r"cross_entropy_fusion_impl|moe_pad_expert_input_to_capacity"
 )
 """Options of checkpoints and vision models, or that need one which is refused or noted."""
 WITHOUT_EFFECT = {

@@ -56,7 +56,7 @@ ENDS: dict[str, tuple[str, list[str], int, int]] = {
     "at an interval": ("pass", ["--exit-interval", "3"], 0, 3),
     "after a time": (AN_HOUR_PASSES, ["--exit-duration-in-mins", "5"], 0, 4),
     "on a signal": (SIGTERM, ["--exit-signal-handler"], 0, 4),
-    "on Ctrl-C": ("raise KeyboardInterrupt", [], 1, 3),
+    "on Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT)", [], 130, 3),
     "by an error": ("raise ZeroDivisionError", [], 1, 3),
     "with a code": ("sys.exit(7)", [], 7, 3),
     "killed": (
@@ -93,6 +93,10 @@ def test_the_files_are_there_however_a_training_ends(end: str, tmp_path: Path) -
     assert ("weights_sha256" in record) == (code == 0)
     paths = "offload_report_path=report.json, offload_trace_path=trace.json, run_record_path="
     assert (f"written: {paths}record.json" in output) == (end != "killed"), output
+    if end == "on Ctrl-C":
+        assert "Traceback" not in output
+        assert "ERROR" not in output
+        assert "interrupted after iteration 3; no checkpoint was saved, since --save is" in output
 
 
 def test_a_training_that_fails_at_once_says_what_is_missing(tmp_path: Path) -> None:

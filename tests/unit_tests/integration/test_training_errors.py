@@ -499,6 +499,24 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(folder: Path) 
 SHOWN = ["--megatron-output-path", "-"]
 
 
+def test_a_checkpoint_of_another_schedule_is_refused(folder: Path) -> None:
+    def refuse_to_load() -> None:
+        from megatron.training import training
+
+        def load(*_: object, **__: object) -> None:
+            raise AssertionError(
+                "OptimizerParamScheduler: class input value 9 and checkpointvalue 500 for total "
+                "number of iterations do not match"
+            )
+
+        training.load_checkpoint = load
+
+    flags = [*MODEL, *MOCK, *SHOWN, "--load", "checkpoints", "--run-record-path", "record.json"]
+    outcome = _train(folder, flags, before=refuse_to_load)
+    words = ("load=checkpoints has another schedule", "set --override-opt_param-scheduler")
+    _assert_refused(outcome, folder, *words)
+
+
 def test_a_disk_that_is_full_at_the_end_is_told_and_loses_one_file(folder: Path) -> None:
     from megatron.slipstream.fine_grained_activation_offload.report import Report
 
@@ -512,7 +530,8 @@ def test_a_disk_that_is_full_at_the_end_is_told_and_loses_one_file(folder: Path)
     flags = [*MODEL, *MOCK, *paths, *OFFLOAD, "core_attn", "attn_proj"]
     outcome = _train(folder, flags, before=fill_the_disk)
     assert outcome.code == 0, outcome.output
-    assert "offload_report_path: nothing is written, since" in outcome.output
+    assert "offload_report_path=report.json cannot be written: no space left" in outcome.output
+    assert "; free space there, or name a file on another disk" in outcome.output
     assert [path.name for path in folder.iterdir()] == ["record.json"]
 
 

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 import torch
-from megatron.training import global_vars
+from megatron.training import checkpointing, global_vars
 
 from megatron.slipstream.integration import training
 
@@ -52,6 +54,7 @@ def writer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Writer:
 def _connect(monkeypatch: pytest.MonkeyPatch, num_ranks: int, backend: str) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: num_ranks > 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_ranks)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
 
 
@@ -77,3 +80,68 @@ def test_elsewhere_it_raises(
     with pytest.raises(ZeroDivisionError):
         training.main([])
     assert not writer.is_flushed
+
+
+def _interrupt(*_: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+ARGS = SimpleNamespace(curr_iteration=7, iteration=0, save=None)
+
+
+@pytest.fixture
+def interrupted(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> Writer:
+    monkeypatch.setattr(training, "run", _interrupt)
+    monkeypatch.setattr(training, "parse_and_validate", lambda _: ARGS)
+    return writer
+
+
+def test_an_interrupt_is_a_line_and_no_error(
+    interrupted: Writer, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert training.main([]) == 130
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+    assert caplog.messages[-1] == (
+        "interrupted after iteration 7; no checkpoint was saved, since --save is not set"
+    )
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_interrupted_rank_does_not_wait_for_nccl(
+    interrupted: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _connect(monkeypatch, 2, "nccl")
+    with pytest.raises(Ended, match="130"):
+        training.main([])
+    assert interrupted.is_flushed
+
+
+def test_an_interrupt_before_training_is_a_line(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(training, "parse_and_validate", _interrupt)
+    assert training.main([]) == 130
+    assert caplog.messages == ["interrupted before training"]
+
+
+def test_the_last_checkpoint_is_named(
+    interrupted: Writer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    args = SimpleNamespace(iteration=3, save=str(tmp_path))  # interrupted while data is built
+    monkeypatch.setattr(training, "parse_and_validate", lambda _: args)
+    assert training.main([]) == 130
+    assert caplog.messages[-1] == (
+        f"interrupted after iteration 3; no checkpoint was saved in {tmp_path} yet "
+        "(--save-interval)"
+    )
+    Path(checkpointing.get_checkpoint_tracker_filename(str(tmp_path))).write_text("6\n")
+    assert training.main([]) == 130
+    assert caplog.messages[-1] == (
+        f"interrupted after iteration 3; the last checkpoint in {tmp_path} is of iteration 6"
+    )

@@ -223,7 +223,7 @@ def test_a_page_that_cannot_be_written_in_the_end_is_named(
     monkeypatch.setattr(Path, "write_bytes", fail)
     page = folder / "page.html"
     assert run(folder / "report.json", "--html", page) == 2
-    error = f"error: --html={page} cannot be opened: no space left on device; name a file in a"
+    error = f"error: --html={page} cannot be written: no space left on device; free space"
     assert capsys.readouterr().err.startswith(error)
 
 
