@@ -81,13 +81,15 @@ class OffloadConfig:
 
     offload_trace_path: Optional[str] = None
     """Write the trace of an iteration (saved bytes, device memory, times, bandwidth) as JSON to
-    this file when training ends, for 'slipstream plan'. Ranks are named as in
+    this file when training ends, for 'slipstream plan'. When, and how ranks are named:
     '--offload-report-path'."""
 
     offload_report_path: Optional[str] = None
     """Write the report as JSON to this file when training ends, for 'slipstream report'. '{rank}'
     is replaced by the rank; without it '.rank<N>' is inserted for ranks above 0. A name that ends
-    in .html writes one page with the figures of all ranks and the first rank's timeline."""
+    in .html writes one page with the figures of all ranks and the first rank's timeline. Behind
+    `install()` training ends at `uninstall()`, or when Python exits; the page then has the first
+    rank only."""
 
     offload_nvtx_ranges: bool = False
     """Name every copy and release with an NVTX range, for Nsight Systems. Costs the host about 10

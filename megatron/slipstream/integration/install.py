@@ -10,8 +10,10 @@ between releases; :mod:`model_router` gives each of several models its own engin
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,6 +39,7 @@ from megatron.slipstream.integration.engine_setup import (
     open_backend,
     policy_options,
 )
+from megatron.slipstream.integration.run_files import RunFiles
 from megatron.slipstream.integration.run_metadata import environment, settings
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.model_rules import CHECKPOINT_RULES, moves_in_layer_graphs
@@ -107,14 +110,32 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         manager.router.close()  # The current engine stays, and gets the host memory back.
         raise
     if isinstance(current, model_router.RoutedManager):
+        _write_files()
         current.router.close()
     table.undo(*(feature for feature in _FEATURES if feature not in features))
     set_before_first_call(None)
     seam.OFFLOAD_MGR = manager
+    if config.offload_report_path is not None or config.offload_trace_path is not None:
+        global _files
+        _files = RunFiles(config, rank(), sys.modules[__name__])
+        manager.router.after_iteration = partial(_files.write_between, None)
     logger.info("Slipstream moves activations (backend %s)", manager.store.backend.name)
     if not is_given:
         log_settings(config)
     return manager
+
+
+_files: Optional[RunFiles] = None
+"""The files that the settings name, to be written at the end; None if they name none."""
+
+
+@atexit.register
+def _write_files() -> None:
+    """Write the files when the engine is uninstalled, or at the latest when Python exits."""
+    global _files
+    files, _files = _files, None
+    if files is not None:
+        files.write_alone()
 
 
 def _prepare_chunk(
@@ -210,6 +231,7 @@ def uninstall() -> None:
     seam = mcore_offload.PipelineOffloadManager
     current = seam.OFFLOAD_MGR
     set_before_first_call(None)
+    _write_files()
     table.undo(*_FEATURES)
     if isinstance(current, model_router.RoutedManager):
         seam.OFFLOAD_MGR = None

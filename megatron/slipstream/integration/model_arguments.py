@@ -29,9 +29,11 @@ from megatron.slipstream.estimate.training_setup import (
     default_micro_batches,
     usable_modules,
 )
+from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.integration import cpu_only, dry_run, validation
 from megatron.slipstream.integration.checks import check_options
 from megatron.slipstream.integration.engine_setup import policy_options
+from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.rules import (
     Predicate,
@@ -277,28 +279,15 @@ def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Con
     )
 
 
-_MODEL_POLICY = {
-    "activation_offload_fraction": "activation_offload_fraction",
-    "delta_offload_bytes_across_pp_ranks": "delta_offload_bytes_across_pp_ranks",
-    "max_inflight_offloads": "fine_grained_offloading_max_inflight_offloads",
-}
-"""Names in a ``TransformerConfig`` of a plan's options. Older releases lack some."""
-
-
 def _policy(args: Any, config: Any) -> PolicyOptions:
     """Return the plan options of a training with these flags.
 
     Its host memory is that of another machine, so a limit applies only if it is given.
     """
     own = OffloadConfig.of(args)
-    of_model = {
-        name: vars(config)[key] for name, key in _MODEL_POLICY.items() if key in vars(config)
-    }
-    return replace(
-        policy_options(own),
-        host_memory_limit_bytes=own.offload_host_memory_limit_bytes,
-        **of_model,
-    )
+    model = SimpleNamespace(**{**defaults_of_later_options(), **vars(config)})
+    options = PassPolicy.of(model).applied_to(policy_options(own))
+    return replace(options, host_memory_limit_bytes=own.offload_host_memory_limit_bytes)
 
 
 def _shape(args: Any, config: Any) -> ModelShape:

@@ -85,6 +85,8 @@ class RoutedManager(PipelineOffloadManager):
         """End the iteration of the model that a schedule ran; called when the schedule ends."""
         for manager in self.router.ended_by_schedule(self):
             super(RoutedManager, manager).reset(**options)
+        self.router.num_iterations += 1
+        self.router.after_iteration(self.router.num_iterations)
 
     def close(self) -> None:
         """Free the host memory, and give its share of the limit to other engines."""
@@ -166,6 +168,10 @@ class Router:
         """Mark count of each engine when a chunk was last called."""
         self.begins_pass = True
         """False while a model's announcement of a pass is ignored."""
+        self.num_iterations = 0
+        """Number of iterations that schedules have ended."""
+        self.after_iteration: Callable[[int], None] = lambda num_iterations: None
+        """Called after each of them with their number."""
         self.default = make_manager(self)
         """The engine of the first model."""
         self.default.store.backend.gradients = Gradients(lambda: self.chunks)

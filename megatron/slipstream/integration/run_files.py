@@ -23,22 +23,37 @@ from megatron.slipstream.report_page import PAGE_SUFFIXES
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_INTERVAL = 100
+"""Iterations between two writings."""
+
 
 class RunFiles:
     """Writes the files of one rank.
 
-    ``engine`` is the module ``install``; without it only the run record is written.
+    Args:
+        config: Names report and trace.
+        rank: The rank.
+        engine: The module ``install``; None to write the run record only.
+        record_path: Path of the run record, which a monitor writes.
+        interval: Iterations between two writings; 0 to write only at the end.
     """
 
-    def __init__(self, args: Any, config: OffloadConfig, rank: int, engine: Any) -> None:
-        self._record_path: Optional[str] = args.run_record_path
-        self._interval: int = args.output_interval
+    def __init__(
+        self,
+        config: OffloadConfig,
+        rank: int,
+        engine: Any,
+        record_path: Optional[str] = None,
+        interval: int = DEFAULT_INTERVAL,
+    ) -> None:
+        self._record_path = record_path
+        self._interval = interval
         self._config = config
         self._rank = rank
         self._engine = engine
         self._written: list[str] = []
 
-    def write_between(self, monitor: Monitor, num_done: int) -> None:
+    def write_between(self, monitor: Optional[Monitor], num_done: int) -> None:
         """Write this rank's files if ``num_done`` completes an interval. Not a collective.
 
         The report page is not written, since that takes long.
@@ -54,8 +69,8 @@ class RunFiles:
         self._write_own(monitor, is_end=True, report=report)
         self._log_written()
 
-    def write_alone(self, monitor: Monitor) -> None:
-        """Write this rank's figures after a failure or an interrupt; other ranks may be missing.
+    def write_alone(self, monitor: Optional[Monitor] = None) -> None:
+        """Write this rank's figures when the other ranks may be missing, as after a failure.
 
         Raises nothing, so that the exception that ends training is shown.
         """
@@ -66,7 +81,9 @@ class RunFiles:
             logger.exception("the files of the training are incomplete")
         self._log_written()
 
-    def _write_own(self, monitor: Monitor, is_end: bool, report: Optional[Report] = None) -> None:
+    def _write_own(
+        self, monitor: Optional[Monitor], is_end: bool, report: Optional[Report] = None
+    ) -> None:
         """Write this rank's files; with ``report`` the first rank also writes its page."""
         self._written.clear()
         config, engine = self._config, self._engine
@@ -75,7 +92,7 @@ class RunFiles:
         if engine is not None and config.offload_trace_path is not None:
             with self._writing("offload_trace_path", config.offload_trace_path) as path:
                 engine.save_trace(path)
-        if self._record_path is not None:
+        if self._record_path is not None and monitor is not None:
             with self._writing("run_record_path", self._record_path) as path:
                 monitor.save(path, is_end)
 

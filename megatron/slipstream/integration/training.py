@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any, NoReturn, Optional
@@ -189,9 +190,12 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
     table.apply(Feature.FUSED_ROTATION, Feature.SYNC_FREE_DISPATCH)
     manager = None
     if args.fine_grained_activation_offloading and config.offload_engine == "slipstream":
-        manager = install.install(config)
+        # RunFiles below writes the files, with the figures of all ranks.
+        unwritten = replace(config, offload_report_path=None, offload_trace_path=None)
+        manager = install.install(unwritten)
         manager.report.settings = settings(args, config)
-    files = RunFiles(args, config, rank(), None if manager is None else install)
+    engine = None if manager is None else install
+    files = RunFiles(config, rank(), engine, args.run_record_path, args.output_interval)
     monitor = Monitor(
         num_iterations=args.train_iters or 0,
         iteration=lambda: args.curr_iteration + 1,

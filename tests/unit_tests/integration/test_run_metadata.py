@@ -90,11 +90,10 @@ class Engine:
 def test_a_run_writes_its_report_as_what_its_name_says(
     tmp_path: Path, rank: int, name: str
 ) -> None:
-    args = SimpleNamespace(run_record_path=None, output_interval=0)
     config = OffloadConfig(offload_report_path=str(tmp_path / name))
     engine = Engine(rank)
     monitor = Monitor(num_iterations=1, iteration=lambda: 1, progress="none", record=False)
-    RunFiles(args, config, rank, engine).write(monitor)
+    RunFiles(config, rank, engine).write(monitor)
     both = engine.gather_report()
     written = {path.name: path.read_text() for path in tmp_path.iterdir()}
     if name == "report.json":
