@@ -8,9 +8,11 @@ import functools
 
 import pytest
 import torch
+from hand_driven import LAZY_NATIVE
 from nodes_gpt import InNodes, compare_in_nodes
 from ranks import run_ranks
 from tiny_gpt import MOE_MODULES
+from toy_model import make_manager
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import (
@@ -63,6 +65,19 @@ def test_memory_that_nodes_keep_is_taken(module: str, recomputes: bool) -> None:
             assert result.peak_drop_bytes == result.claimed_drop_bytes
 
 
+@pytest.mark.gpus2
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_loss_and_gradients_are_those_without_the_engine_on_two_gpus(recomputes: bool) -> None:
+    """Where the nodes run on two streams, and memory of one is read on the other."""
+    iterations = 6
+    for of_rank in run_ranks(
+        NUM_RANKS, compare_in_nodes, [(MOE_MODULES, "cuda")], recomputes, iterations
+    ):
+        (result,) = of_rank
+        assert result.difference == 0 < result.num_tensors
+        assert set(result.moved_modules) >= set(MOE_MODULES) - {"qkv_linear"}
+
+
 @pytest.mark.parametrize("is_given_up", [False, True])
 def test_memory_is_taken_only_where_it_was_given_up(is_given_up: bool) -> None:
     manager = PipelineOffloadManager(LazyCpuBackend())
@@ -83,6 +98,29 @@ def test_memory_is_taken_only_where_it_was_given_up(is_given_up: bool) -> None:
     first_mark.on_group_commit_backward("mlp_norm")
     first.sum().backward()
     assert torch.equal(weight.grad, expected)
+
+
+@pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
+def test_memory_is_taken_where_a_plan_is_followed_too(backend: str) -> None:
+    manager = make_manager(backend)
+    weight = torch.randn(64, requires_grad=True)
+    for _ in range(5):
+        manager.init_model_chunk_offload_handler(0, 1, 0, 1)
+        manager.run_in_nodes()
+        kept, value = [torch.randn(64) for _ in range(3)], weight * 1
+        expected = kept[2] * kept[1] * kept[0]
+        for factor in kept:
+            for name in ("mlp_norm", "core_attn"):
+                manager.start_on(value, name)
+                with manager:
+                    value = value * factor if name == "mlp_norm" else value * 1
+                value = manager.end_on(value, name, [factor])
+        assert kept[0].untyped_storage().nbytes() == 0, "released after later groups"
+        (gradient,) = torch.autograd.grad(value.sum(), weight)
+        assert torch.equal(gradient, expected)
+        manager.reset()
+    assert manager.report.num_plans == 1
+    assert manager.report.total.num_groups_moved > 0
 
 
 @pytest.mark.parametrize("runs_in_nodes", [False, True])

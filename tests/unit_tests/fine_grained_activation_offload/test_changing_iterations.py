@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 import pytest
 import torch
+from hand_driven import LAZY_NATIVE
 from host_bound import Engine, HostBound, train
 from timed_backend import TimedBackend
 from toy_model import make_chunks, make_manager, run_schedule
@@ -70,10 +71,35 @@ def test_counts_that_alternate_are_planned_from_times() -> None:
 
 def test_a_count_that_came_once_in_between_is_not_expected_again() -> None:
     manager = make_engine()
-    run(manager, [4, 4, 2, 4, 4, 4])
-    begun = manager._next_plan
-    assert begun is manager.plan
-    assert num_passes(manager) == 4
+    run(manager, [4, 4, 2])
+    for _ in range(4):
+        run(manager, [4])
+        assert manager._next_plan is manager.plan
+        assert num_passes(manager) == 4
+
+
+def test_a_count_that_came_after_another_twice_is_expected_again() -> None:
+    manager = make_engine()
+    run(manager, [4, 2, 4, 2, 4])
+    assert manager._next_plan is not None
+    assert len({group.key.chunk_pass for group in manager._next_plan.groups}) == 2
+
+
+@pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
+def test_no_plan_of_other_options_is_followed(backend: str) -> None:
+    """Not even if an iteration departs to one, or records the same steps."""
+    manager = make_manager(backend)
+    enter, fraction = manager.init_model_chunk_offload_handler, 1.0
+
+    def entering(*arguments: Any, **options: Any) -> None:
+        enter(*arguments, **options, activation_offload_fraction=fraction)
+
+    manager.init_model_chunk_offload_handler = entering  # type: ignore[method-assign]
+    for fraction, counts in ((1.0, [2, 1, 2, 2]), (0.5, [2, 1, 2, 1]), (1.0, [1, 2])):
+        for count in counts:
+            run(manager, [count])
+            assert manager.plan is not None
+            assert manager.plan.options.activation_offload_fraction == fraction
 
 
 def test_figures_are_those_of_the_last_iterations_plan() -> None:
@@ -167,11 +193,14 @@ def test_options_that_change_within_an_iteration_lose_none_of_its_steps() -> Non
     assert manager.plan.trace.steps == steps
 
 
-def test_what_a_plan_keeps_is_in_the_plan_of_an_iteration_that_departs_from_it() -> None:
+@pytest.mark.parametrize("is_native", [False, True], ids=["Python", "C++"])
+def test_what_a_plan_keeps_is_in_the_plan_of_an_iteration_that_departs_from_it(
+    is_native: bool,
+) -> None:
     """The engine does not look at what kept groups save: the plan's trace tells."""
     saved = []
     for counts in ([3], [2, 2, 3]):
-        manager = make_engine()
+        manager = PipelineOffloadManager(TimedBackend(), is_native=is_native)
         enter = manager.init_model_chunk_offload_handler
         manager.init_model_chunk_offload_handler = partial(  # type: ignore[method-assign]
             enter, activation_offload_fraction=0.5
@@ -240,6 +269,7 @@ def test_the_plan_that_was_used_last_is_forgotten_last() -> None:
     for count in range(2, MAX_PLANS + 4):
         run(manager, [count, 1], num_layers=1)
     assert manager.report.num_plans == num_plans + MAX_PLANS + 2, "one for each other count"
+    assert len(manager._cache) == MAX_PLANS
 
 
 def test_no_clock_is_kept_where_nothing_takes_time() -> None:

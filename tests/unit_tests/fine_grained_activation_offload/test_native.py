@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from hand_driven import LAZY_NATIVE
+from torch.utils.checkpoint import checkpoint
 from toy_model import SCHEDULES, WIDTH, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
@@ -323,6 +324,34 @@ def test_a_departure_at_a_mark_of_no_group_goes_on_in_python(
     assert manager.plan is not None
     keys = {step.key.group for step in manager.plan.trace.steps if step.kind in OUTPUT_MARKS}
     assert keys == {-2, -3}, "of the first call and of the second"
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
+def test_marks_of_recomputed_layers_are_none_in_backward(
+    backend: str, use_reentrant: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, (chunk,) = make_manager(backend), marked_chunks()
+
+    def run(manager: PipelineOffloadManager | None) -> list[torch.Tensor]:
+        chunk.zero_grad(set_to_none=True)
+        x = torch.ones(7, WIDTH, requires_grad=True)
+        if manager is not None:
+            manager.init_model_chunk_offload_handler(0, None, 0, 1)
+        y = checkpoint(chunk.layers_only, x, manager, use_reentrant=use_reentrant)
+        chunk.layers_only(y, manager).sum().backward()
+        if manager is not None:
+            assert manager._now.plan is not None or num_plans == 0, "it has not departed"
+            manager.reset()
+        return [x.grad, *(p.grad for p in chunk.parameters())]  # type: ignore[list-item]
+
+    expected, num_plans = run(None), 0
+    for _ in range(5):
+        assert all_equal(expected, run(manager))
+        num_plans = manager.report.num_plans
+    assert num_plans == 1
+    assert manager.report.total.num_groups_moved > 0
+    assert "is not in the plan" not in caplog.text
 
 
 def test_gradients_mark_once_and_only_in_their_iteration() -> None:

@@ -129,6 +129,20 @@ def test_an_isolated_iteration_is_planned(backend: str, other: str) -> None:
     assert manager._next_plan is not None
 
 
+@pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
+def test_an_iteration_without_backward_is_another_while_marks_are_set(backend: str) -> None:
+    """Steps of groups that stay are skipped only where their marks are left out."""
+    chunk, manager = StayingChunk(), make_manager(backend)
+    for schedule in (ONE, TWO) * (2 * NUM_ALIKE):
+        run(chunk, manager, schedule)
+    num_plans = manager.report.num_plans
+    _output = chunk(torch.randn(7, WIDTH, requires_grad=True), manager)
+    manager.reset()
+    assert manager.report.num_plans == num_plans + 1
+    assert manager.plan is not None
+    assert {step.kind for step in manager.plan.trace.steps}.isdisjoint(KINDS_OF_BACKWARD)
+
+
 def test_an_iteration_that_ends_early_is_planned(silent: Any) -> None:
     chunk, manager = StayingChunk(), make_manager(LAZY_NATIVE)
     accumulation = "F0.0 B0.0 F0.1 B0.1"

@@ -18,6 +18,7 @@ from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import Phase, PlanEntry
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
+    MAX_ROUNDS,
     NUM_TIMED,
     NUM_WARMUPS,
     Times,
@@ -25,7 +26,7 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.plan.trace import MemoryReading
+from megatron.slipstream.plan.trace import Bandwidth, MemoryReading
 from megatron.slipstream.plan.walk import simulate
 
 PLANNED_MS = 100.0
@@ -89,6 +90,24 @@ def test_waits_that_a_plan_foresaw_are_no_cost_of_its_groups_at_first(
     moved_gb = plan.moved_nbytes / 1e9
     assert again.plan.trace.ms_per_moved_gb == pytest.approx(costs_ms / moved_gb)
     assert again.num_trials == num_trials
+
+
+def test_times_of_replays_replace_those_of_iterations() -> None:
+    """Eager iterations of another plan are no measure of what a group costs in a graph."""
+    manager = PipelineOffloadManager(TimedBackend())
+    trace = one_pass(Model(num_layers=4))
+    manager._tuner._bandwidth = Bandwidth(50.0, 40.0, 50.0, 40.0)
+    entry = manager._tuner.make(trace)
+    entry.num_rounds, entry.earlier = MAX_ROUNDS, ((0, 1e-3),)
+    entry.times = [Times((1e3,) * len(trace.steps), (), {})]
+    times = [Times((3.0,) * len(trace.steps), (), {})] * NUM_TIMED
+    improved = manager._tuner.improve(entry.plan, times)
+    assert set(improved.trace.step_ms) == {3.0}
+    assert improved.trace.ms_per_moved_group == 0.0
+    again = manager._cache.entry_of(improved)
+    assert again is not None
+    assert again.earlier == ((entry.num_moving, pytest.approx(3.0 * len(trace.steps))),)
+    assert again.num_rounds <= 1
 
 
 @pytest.mark.parametrize("num_rounds", [0, 1, 2])
