@@ -2,8 +2,8 @@
 
 """A model whose layers run in nodes that alternate between two micro-batches, engine on or off.
 
-megatron-core overlaps the communication of experts with computation in this way. On a CPU there are
-no streams to overlap on; the order of the calls is the same.
+megatron-core overlaps the communication of experts with computation in this way, on a GPU on two
+streams. On a CPU there are no streams to overlap on; the order of the calls is the same.
 """
 
 from __future__ import annotations
@@ -162,12 +162,12 @@ def _two_micro_batches(model: Any, batches: Sequence[dict[str, Any]]) -> list[to
 
 def _inputs(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     tokens = batch["tokens"]
-    length = tokens.shape[1]
+    length, device = tokens.shape[1], tokens.device
     return {
         "input_ids": tokens,
         "labels": batch["labels"],
         "position_ids": batch["position_ids"],
-        "attention_mask": torch.ones(1, 1, length, length, dtype=torch.bool).triu(1),
+        "attention_mask": torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1),
     }
 
 

@@ -82,20 +82,18 @@ class ChunkOffloadHandler:
         return self._committed[max(0, place - depth) : place][::-1]
 
     @property
-    def is_abandoned(self) -> bool:
-        """Whether its backward can no longer run because autograd has freed its saved tensors."""
+    def lacks_backward(self) -> bool:
+        """Whether backward has not reached a group that has saved tensors."""
         # Called for all passes whenever one begins, so skip finished ones.
         if self._is_over:
             return False
-        self._is_over, has_saved = True, False
-        for group in self.groups:
-            if group.state is GroupState.OPEN or group.state is GroupState.COMMITTED:
-                self._is_over = False
-                if group.is_alive:
-                    return False
-                has_saved = has_saved or bool(group.held)
-        self._is_over = self._is_over and bool(self.groups)
-        return has_saved
+        waiting = [
+            group
+            for group in self.groups
+            if group.state is GroupState.OPEN or group.state is GroupState.COMMITTED
+        ]
+        self._is_over = bool(self.groups) and not waiting
+        return any(group.held for group in waiting)
 
     @property
     def awaits_backward(self) -> bool:

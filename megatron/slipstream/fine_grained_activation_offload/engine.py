@@ -505,7 +505,7 @@ class OffloadEngine:
         other pass awaits backward.
         """
         passes = self._now.passes
-        if any(chunk.is_abandoned for chunk in passes) and not any(
+        if any(chunk.lacks_backward for chunk in passes) and not any(
             chunk.awaits_backward for chunk in passes
         ):
             logger.warning("an iteration ended before its backward pass; recording starts again")

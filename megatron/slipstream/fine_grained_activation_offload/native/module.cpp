@@ -273,7 +273,7 @@ void bind_pass(py::module_& module) {
       .def("open_group", &Pass::open_group)
       .def("commit_group", &Pass::commit_group)
       .def("used_before", &Pass::used_before)
-      .def_property_readonly("is_abandoned", &Pass::is_abandoned)
+      .def_property_readonly("lacks_backward", &Pass::lacks_backward)
       .def_property_readonly("awaits_backward", &Pass::awaits_backward);
 }
 

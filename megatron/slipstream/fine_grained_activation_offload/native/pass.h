@@ -66,18 +66,17 @@ class Pass : Alive<Pass> {
     return before;
   }
 
-  bool is_abandoned() {
+  bool lacks_backward() {
     if (is_over_) return false;
-    bool is_over = true, has_saved = false;
+    bool is_over = !groups.empty(), has_saved = false;
     for (const auto& group : groups) {
       if (group->is_silent) continue;
       if (group->state == GroupState::OPEN || group->state == GroupState::COMMITTED) {
         is_over = false;
-        if (group->is_alive()) return false;
         has_saved = has_saved || !group->held.empty();
       }
     }
-    is_over_ = is_over && !groups.empty();
+    is_over_ = is_over;
     return has_saved;
   }
 
