@@ -9,9 +9,76 @@ torch nor megatron-core.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.slipstream.notices import silence_if_asked
+
+# For type checkers and editors, which do not run __getattr__. They take only names with `as` for
+# public ones.
+if TYPE_CHECKING:
+    from megatron.slipstream.config import OffloadConfig as OffloadConfig
+    from megatron.slipstream.context_parallel.limits import RankLimits as RankLimits
+    from megatron.slipstream.integration.attach.handle import attach as attach
+    from megatron.slipstream.integration.chunk_graphs import (
+        close_graphs as close_graphs,
+    )
+    from megatron.slipstream.integration.chunk_graphs import (
+        replay_chunks as replay_chunks,
+    )
+    from megatron.slipstream.integration.context_parallel_groups import (
+        context_parallel_groups as context_parallel_groups,
+    )
+    from megatron.slipstream.integration.dynamic_context_parallel import (
+        with_dynamic_context_parallelism as with_dynamic_context_parallelism,
+    )
+    from megatron.slipstream.integration.frameworks.options import (
+        ModelFacts as ModelFacts,
+    )
+    from megatron.slipstream.integration.frameworks.options import (
+        OffloadOptions as OffloadOptions,
+    )
+    from megatron.slipstream.integration.frameworks.options import (
+        apply_overrides as apply_overrides,
+    )
+    from megatron.slipstream.integration.frameworks.options import (
+        to_cli as to_cli,
+    )
+    from megatron.slipstream.integration.frameworks.options import (
+        to_transformer_overrides as to_transformer_overrides,
+    )
+    from megatron.slipstream.integration.graph_layers import (
+        with_graph_offloading as with_graph_offloading,
+    )
+    from megatron.slipstream.integration.install import (
+        bind as bind,
+    )
+    from megatron.slipstream.integration.install import (
+        gather_report as gather_report,
+    )
+    from megatron.slipstream.integration.install import (
+        install as install,
+    )
+    from megatron.slipstream.integration.install import (
+        report as report,
+    )
+    from megatron.slipstream.integration.install import (
+        save_trace as save_trace,
+    )
+    from megatron.slipstream.integration.install import (
+        suspended as suspended,
+    )
+    from megatron.slipstream.integration.install import (
+        uninstall as uninstall,
+    )
+    from megatron.slipstream.integration.moe import (
+        with_sync_free_dispatch as with_sync_free_dispatch,
+    )
+    from megatron.slipstream.integration.packed_layer_graphs import (
+        with_packed_layer_graphs as with_packed_layer_graphs,
+    )
+    from megatron.slipstream.integration.sync_free_experts import (
+        with_sync_free_experts as with_sync_free_experts,
+    )
 
 __version__ = "0.1.0"
 
@@ -50,7 +117,9 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # With it, type checkers would accept every name.
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

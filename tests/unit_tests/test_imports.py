@@ -291,6 +291,15 @@ def test_every_public_name_is_defined_where_the_package_says() -> None:
             if isinstance(node, ast.FunctionDef | ast.ClassDef)
         }
         assert name in defined, f"{name} is not defined in {home}"
+    for_type_checkers = {
+        alias.asname: node.module
+        for block in tree.body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert for_type_checkers == homes
 
 
 def test_dir_lists_the_public_names() -> None:
