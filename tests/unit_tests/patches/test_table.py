@@ -113,6 +113,17 @@ def test_the_version_alone_says_which_release_needs_a_patch(
         assert plain.is_needed() == (not patch.until)
 
 
+@pytest.mark.parametrize("patch", table.PEAKS, ids=lambda patch: patch.target)
+def test_patches_that_attach_applies_need_no_megatron_core(
+    patch: Patch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_installed() -> str:
+        raise ModuleNotFoundError("megatron.core")
+
+    monkeypatch.setattr(patching, "installed_version", not_installed)
+    assert patch.is_needed() in (True, False)
+
+
 @pytest.mark.parametrize(
     "path",
     [
