@@ -21,7 +21,9 @@ from graphed_models import NUM_EAGER_STEPS, Training, compare, graph_memory, wit
 from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
 
+from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
+from megatron.slipstream.fine_grained_activation_offload.plan_entry import NUM_UNTIL_TIMED
 from megatron.slipstream.patches import releases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.releases]
@@ -304,6 +306,28 @@ def test_tensor_parallel_ranks(
     )
     assert [result.difference for result in results] == [None, None]
     assert min(graphed_bytes) > 0
+
+
+@pytest.mark.parametrize("num_eager_steps", [NUM_EAGER_STEPS, NUM_UNTIL_TIMED])
+def test_a_target_is_followed_inside_graphs_that_are_captured_late_enough(
+    num_eager_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing needs to move; earlier, everything moves in graphs and a warning says so."""
+    results = []
+    settings = OffloadConfig(offload_target_memory_gib=1000.0)
+    for case, modules in ((DENSE, ()), (with_graphs(DENSE, ()), DENSE_MODULES)):
+        with Training(case, modules, settings=settings, **(OFFLOAD if modules else {})) as training:
+            training.step(num_eager_steps)
+            training.capture()
+            training.step(NUM_STEPS)
+            results.append((training.losses, training.gradients))
+            graphed_bytes, figures = training.graphed_bytes, training.reported_bytes
+    _assert_equal(results[1], results[0])
+    is_late_enough = num_eager_steps == NUM_UNTIL_TIMED
+    assert (graphed_bytes == 0) is is_late_enough
+    assert figures == 2 * graphed_bytes, "of both micro-batches"
+    said = [message for message in caplog.messages if "is not followed inside" in message]
+    assert len(said) == (0 if is_late_enough else 1)
 
 
 LARGE = ModelCase(**{**vars(DENSE), "num_layers": 8, "hidden_size": 2048, "seq_length": 8192})

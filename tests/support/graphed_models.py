@@ -42,6 +42,7 @@ class Training:
         rank: Rank of this process.
         world_size: Number of processes.
         port: Port of their rendezvous.
+        settings: The engine's settings; None for the defaults.
         offload: megatron-core's other offloading options.
     """
 
@@ -54,11 +55,14 @@ class Training:
         rank: int = 0,
         world_size: int = 1,
         port: int = 0,
+        settings: Optional[OffloadConfig] = None,
         **offload: Any,
     ) -> None:
         initialize(case, rank, world_size, port)
         self.case = case
-        self.engine = install.install(OffloadConfig()) if offload_modules else None
+        self.engine = (
+            install.install(settings or OffloadConfig()) if offload_modules else None
+        )
         self._num_micro_batches = num_micro_batches
         self._learning_rate = learning_rate
         self._config = make_config(case, offload_modules, **offload)
@@ -133,6 +137,12 @@ class Training:
     def graphed_bytes(self) -> int:
         """Bytes that one replay of all graphs copies out."""
         return sum(self.graphed_modules.values())
+
+    @property
+    def reported_bytes(self) -> int:
+        """Bytes that replays copied out in the last step, as the report has it."""
+        graphs = self.engine.report.graphs if self.engine else {}
+        return sum(item.d2h_bytes for item in graphs.values())
 
     @property
     def graphed_modules(self) -> dict[str, int]:

@@ -137,6 +137,17 @@ class OffloadEngine:
         """The plan being followed, or else that of the last iteration; None if there is none."""
         return self._now.plan or self._last_plan
 
+    def read_times(self) -> None:
+        """Update the plan from timed iterations that the device has finished.
+
+        Call between iterations.
+        """
+        self._tuner.read_clocks()
+        if self._last_plan is not None:
+            # Updated for the same steps.
+            self._last_plan = self._cache.find(self._last_plan.trace.steps_key) or self._last_plan
+            self._next_plan = self._cache.plan_after(self._last_plan)
+
     def predict_overheads(self) -> None:
         """Only predict the overhead of plans, as for iterations that are captured afterwards."""
         self._tuner.tries_plans = False

@@ -86,6 +86,13 @@ _NEXT = {
 }
 """For each phase, its number of iterations and the next phase."""
 
+_NUM_IN_ROUND = sum(number for number, _ in _NEXT.values())
+
+NUM_UNTIL_TIMED = 1 + 2 * (_NUM_IN_ROUND + 1)
+"""Number of iterations after which a plan has been updated from times twice, if all have the same
+marks: one is recorded, and those of a round are timed. The device may still be busy when the last
+one of a round ends, so that its times are read one iteration later."""
+
 
 @dataclass
 class PlanEntry:

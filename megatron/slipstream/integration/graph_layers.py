@@ -31,6 +31,7 @@ from megatron.slipstream.fine_grained_activation_offload.graph_capture import (
 )
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import compat, model_router
+from megatron.slipstream.integration.graph_goals import warn_of_untimed_plan
 from megatron.slipstream.integration.layer_classes import convert, undo_on
 from megatron.slipstream.integration.specs import replace_classes
 from megatron.slipstream.patches.releases import is_since
@@ -226,6 +227,8 @@ def open_graphs(
     manager = _engine_of(layer)
     if manager is not None and not manager.graphs.is_open:
         require(preflight.check_graphs(preflight.collect()))
+        manager.read_times()  # The device is idle: a capture begins.
+        warn_of_untimed_plan(manager)
         manager.graphs.open(manager.plan, num_sets)
     return manager
 

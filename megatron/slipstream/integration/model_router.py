@@ -33,6 +33,7 @@ from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.engine_setup import host_limit
 from megatron.slipstream.integration.gradients import Gradients
 from megatron.slipstream.integration.p2p_sync import disable_p2p_host_sync
+from megatron.slipstream.model_rules import moves_in_layer_graphs
 from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
 from megatron.slipstream.plan.trace import StepKind
 
@@ -232,6 +233,9 @@ class Router:
         model = self._model_of[chunk]
         if model.manager is None:
             model.manager = self._new_manager()
+            if moves_in_layer_graphs(chunk.config):
+                # A replay costs the host nothing for each group, which a trial would measure.
+                model.manager.predict_overheads()
         return model.manager
 
     def known_manager(self, model: torch.nn.Module) -> RoutedManager:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron.slipstream import preflight
-from megatron.slipstream.integration import checks, compat, cpu_only
+from megatron.slipstream.integration import checks, compat, cpu_only, graph_goals
 from megatron.slipstream.integration.arguments import defaults_of_machine, parse
 from megatron.slipstream.rules import require
 
@@ -59,6 +59,7 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
         from megatron.slipstream.integration.chunk_graphs import prepare_arguments
 
         prepare_arguments(args)
+    graph_goals.prepare_arguments(args)
     if args.use_checkpoint_args:
         _load_from_checkpoint(args)
     validate(args)
