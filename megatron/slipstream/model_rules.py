@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
-from megatron.slipstream.rules import Finding, Rule, check_rules, option_rule
+from megatron.slipstream.rules import Finding, Predicate, Rule, check_rules, option_rule
 
 MODULE_NAMES: Mapping[str, str] = {
     "attn_norm": "input layer norm (saves the layer input, [s, b, h])",
@@ -206,10 +207,11 @@ MODEL_RULES: tuple[Rule, ...] = (
         "delay_offload_until_cuda_graph",
         _offloading_with_our_engine,
         lambda f: (
-            not getattr(f, "delay_offload_until_cuda_graph", False) or _graph_impl(f) != "none"
+            not getattr(f, "delay_offload_until_cuda_graph", False)
+            or _graph_impl(f) == "transformer_engine"
         ),
-        "delay_offload_until_cuda_graph=True is not supported without CUDA graphs because there "
-        "is no graph to wait for",
+        "delay_offload_until_cuda_graph=True is not supported without "
+        "cuda_graph_impl='transformer_engine' because there is no other graph to wait for",
         "set cuda_graph_impl='transformer_engine', or leave it out",
     ),
     option_rule(
@@ -293,6 +295,103 @@ def check_model_options(facts: Any) -> list[Finding]:
     """
     unknown = check_module_names(facts.offload_modules or ()) if _offloading(facts) else []
     return unknown + check_rules(MODEL_RULES, facts)
+
+
+def _in_graphs_of_layers(facts: Any) -> bool:
+    return moves_in_layer_graphs(facts) and _offloading_with_our_engine(facts)
+
+
+def _in_graphs_of_chunks(facts: Any) -> bool:
+    is_chunk = getattr(facts, "cuda_graph_granularity", None) == "chunk"
+    return is_chunk and _offloading_with_our_engine(facts)
+
+
+def _is_default(option: str, default: Any) -> Predicate:
+    return lambda facts: getattr(facts, option, default) == default
+
+
+def _without_effect(
+    where: str, when: Predicate, option: str, default: Any, because: str, holds: str
+) -> Rule:
+    """Return the warning that ``option`` does nothing inside some graphs."""
+    return Rule(
+        option,
+        "warning",
+        f"{option}={{{option}}} has no effect inside CUDA graphs of {where} because {because}; "
+        f"{holds}",
+        f"set {option}={default}, its default, if that is not enough",
+        when,
+        _is_default(option, default),
+    )
+
+
+_NEIGHBOURS = (
+    "the next graph copies out what a layer saved, and the one before its backward copies it back"
+)
+_OUTSIDE = "it holds for what moves outside of them"
+
+GRAPH_RULES: tuple[Rule, ...] = (
+    *(
+        _without_effect("layers", _in_graphs_of_layers, option, default, _NEIGHBOURS, _OUTSIDE)
+        for option, default in (
+            ("offload_release_lag", 1),
+            ("offload_prefetch_depth", 1),
+            ("fine_grained_offloading_max_inflight_offloads", None),
+        )
+    ),
+    _without_effect(
+        *("layers", _in_graphs_of_layers, "offload_nvtx_ranges", False),
+        "a replay runs no host code that could name a range",
+        _OUTSIDE,
+    ),
+    _without_effect(
+        *("layers", _in_graphs_of_layers, "offload_verify", 0),
+        "comparing bytes blocks the host, which a graph cannot",
+        _OUTSIDE,
+    ),
+    _without_effect(
+        *("chunks", _in_graphs_of_chunks, "offload_nvtx_ranges", False),
+        "a replay runs no host code that could name a range",
+        "it holds for the passes before them",
+    ),
+    _without_effect(
+        "chunks",
+        lambda f: _in_graphs_of_chunks(f) and f.has_gpu,
+        *("offload_verify", 0),
+        "comparing bytes blocks the host, which a graph cannot",
+        "it holds for the iterations before them and the first passes that they are planned from",
+    ),
+)
+"""Options that do nothing in replays; they also read ``has_gpu``."""
+
+_CHECKPOINTED = {"core_attn": "attn", "mlp": "mlp"}
+"""Modules of which a checkpoint keeps inputs, and the part of a layer that they are in."""
+
+CHECKPOINTS_IN_GRAPHS = Rule(
+    "offload_checkpoint_inputs",
+    "warning",
+    "offload_checkpoint_inputs=True has no effect on {names} in recompute_modules because a "
+    "checkpoint inside CUDA graphs keeps its inputs on the device",
+    "leave these parts of the layer out of cuda_graph_modules, or take offload_checkpoint_inputs "
+    "out if no other checkpoints are left",
+)
+
+
+def check_options_in_graphs(facts: Any, has_gpu: bool) -> list[Finding]:
+    """Return a warning for each option that does nothing inside the CUDA graphs that are chosen.
+
+    Args:
+        facts: Has the options of megatron-core and of ``OffloadConfig``.
+        has_gpu: Whether graphs are captured, or imitated.
+    """
+    findings = check_rules(GRAPH_RULES, SimpleNamespace(**{**vars(facts), "has_gpu": has_gpu}))
+    if _in_graphs_of_layers(facts) and getattr(facts, "offload_checkpoint_inputs", False):
+        captured = graphed_modules(facts) or frozenset(_CHECKPOINTED.values())
+        recomputed = getattr(facts, "recompute_modules", None) or ()
+        names = [name for name in recomputed if _CHECKPOINTED.get(name) in captured]
+        if names and facts.recompute_granularity == "selective":
+            findings.append(CHECKPOINTS_IN_GRAPHS.found(names=", ".join(names)))
+    return findings
 
 
 # Other findings about training flags: see integration/checks.py.

@@ -17,6 +17,9 @@ from megatron.slipstream.launcher import rank
 
 logger = logging.getLogger(__name__)
 
+_said: set[str] = set()
+"""Warnings of this process."""
+
 Severity = Literal["ok", "note", "warning", "error"]
 """An ``error`` would make training fail or give wrong results, a ``warning`` make it slow or fail
 later; a ``note`` is information."""
@@ -149,9 +152,19 @@ def check_by(step: Callable[[], object], rule: str = "") -> list[Finding]:
 def require(findings: Iterable[Finding]) -> None:
     """Log the warnings, on the first rank, and raise ``ValueError`` with the first error."""
     findings = list(findings)
-    for finding in findings:
-        if finding.severity == "warning" and rank() == 0:
-            logger.warning("%s", finding.text)
+    _warn(finding for finding in findings if finding.severity == "warning")
     for finding in findings:
         if finding.severity == "error":
             raise ValueError(finding.text)
+
+
+def warn_once(findings: Iterable[Finding]) -> None:
+    """Log findings, on the first rank, that this process has not logged yet."""
+    _warn(finding for finding in findings if finding.text not in _said)
+
+
+def _warn(findings: Iterable[Finding]) -> None:
+    for finding in findings:
+        _said.add(finding.text)
+        if rank() == 0:
+            logger.warning("%s", finding.text)

@@ -60,9 +60,7 @@ class Training:
     ) -> None:
         initialize(case, rank, world_size, port)
         self.case = case
-        self.engine = (
-            install.install(settings or OffloadConfig()) if offload_modules else None
-        )
+        self.engine = install.install(settings or OffloadConfig()) if offload_modules else None
         self._num_micro_batches = num_micro_batches
         self._learning_rate = learning_rate
         self._config = make_config(case, offload_modules, **offload)

@@ -36,6 +36,7 @@ from megatron.slipstream.model_rules import (
     NOTHING_TO_MOVE,
     STAYS,
     check_model_options,
+    check_options_in_graphs,
     modules_at_the_edge_of_graphs,
     moves_in_layer_graphs,
 )
@@ -114,6 +115,7 @@ OPTION_CHECKS: tuple[OptionCheck, ...] = (
     _check_experts,
     lambda args: check_chunk_graphs(args, torch.cuda.is_available()),
     _check_what_moves,
+    lambda args: check_options_in_graphs(args, torch.cuda.is_available()),
 )
 """All checks of options, in the order in which training runs them."""
 

@@ -52,10 +52,11 @@ from megatron.slipstream.integration.quantized_weights import (
 from megatron.slipstream.integration.rotary_tables import RotaryTables
 from megatron.slipstream.integration.schedules import chunk_slots
 from megatron.slipstream.launcher import rank
+from megatron.slipstream.model_rules import check_options_in_graphs
 from megatron.slipstream.patches import exchanged_tensors, table
 from megatron.slipstream.patches.patching import applied, replace_on
 from megatron.slipstream.patches.table import Feature
-from megatron.slipstream.rules import require
+from megatron.slipstream.rules import require, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,10 @@ def replay_chunks(
     }
     facts = SimpleNamespace(**{**vars(config), **asked})
     require(check_chunk_graphs(facts, torch.cuda.is_available()))
+    installed = install.installed()
+    if installed is not None:
+        facts = SimpleNamespace(**{**vars(facts), **vars(installed.config)})
+        warn_once(check_options_in_graphs(facts, torch.cuda.is_available()))
     if config.fp8:
         for chunk in chunks:
             quantize_weights_in_every_pass(get_attr_wrapped_model(chunk, "decoder"))

@@ -42,7 +42,11 @@ from megatron.slipstream.integration.engine_setup import (
 from megatron.slipstream.integration.run_files import RunFiles
 from megatron.slipstream.integration.run_metadata import environment, settings
 from megatron.slipstream.launcher import rank
-from megatron.slipstream.model_rules import CHECKPOINT_RULES, moves_in_layer_graphs
+from megatron.slipstream.model_rules import (
+    CHECKPOINT_RULES,
+    check_options_in_graphs,
+    moves_in_layer_graphs,
+)
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.model_calls import set_before_first_call
 from megatron.slipstream.patches.patching import resolve
@@ -50,7 +54,7 @@ from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.plan import files
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.rules import Finding, check_rules
+from megatron.slipstream.rules import Finding, check_rules, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +158,8 @@ def _prepare_chunk(
                 logger.warning("%s: %s", type(chunk).__name__, finding.text)
     if not moves_in_layer_graphs(chunk.config):
         return []
+    facts = SimpleNamespace(**{**vars(chunk.config), **vars(config)})
+    warn_once(check_options_in_graphs(facts, torch.cuda.is_available()))
     from megatron.slipstream.integration.graph_layers import offload_in_graphs
     from megatron.slipstream.integration.packed_layer_graphs import take_packed_sequences
 

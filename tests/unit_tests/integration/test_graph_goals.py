@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
 from unittest.mock import MagicMock, patch
@@ -185,3 +186,8 @@ def test_training_captures_late_enough_for_a_goal(
     assert args.cuda_graph_warmup_steps == expected
     assert [message.startswith(said) for message in caplog.messages if said] == [True] * bool(said)
     assert bool(caplog.messages) == bool(said)
+
+
+def test_the_page_names_the_number_of_iterations() -> None:
+    page = Path(__file__).resolve().parents[3] / "docs/user-guide/cuda-graphs.md"
+    assert f"need {NUM_UNTIL_TIMED} warm-up steps" in " ".join(page.read_text().split())

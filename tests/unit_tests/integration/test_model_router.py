@@ -322,7 +322,7 @@ class Chunk(torch.nn.Module):
             "virtual_pipeline_model_parallel_size": num_stages,
             "fine_grained_activation_offloading": True,
         }
-        self.config = type("Config", (), options)()
+        self.config = SimpleNamespace(**options)
 
 
 LIMIT_BYTES = 3 << 20
