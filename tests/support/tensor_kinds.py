@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensorMode
 
+from megatron.slipstream.plan.staying import Staying
+
 SIZE = 8
 
 
@@ -91,6 +93,16 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "wrapper": lambda: Wrapper(dense()),
 }
 """Every kind of tensor that stays, by name."""
+
+STAYING = {
+    **dict.fromkeys(KINDS, Staying.NOT_DENSE),
+    **dict.fromkeys(("nested", "jagged"), Staying.NESTED),
+    **dict.fromkeys(("fake", "subclass", "wrapper"), Staying.SUBCLASS),
+    **dict.fromkeys(("zero", "conjugate", "negative"), Staying.LAZY),
+    "meta": Staying.ELSEWHERE,
+    "empty": Staying.EMPTY,
+}
+"""What the engine says of each."""
 
 
 def tensor_of_kind(kind: str) -> torch.Tensor:

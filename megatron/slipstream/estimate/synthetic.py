@@ -25,6 +25,7 @@ from megatron.slipstream.estimate.saved_tensors import (
     saved_tensors,
 )
 from megatron.slipstream.estimate.schedules import Pass, Schedule, idle_ms, rank_schedule
+from megatron.slipstream.plan.staying import Staying
 from megatron.slipstream.plan.trace import (
     BACKWARD,
     OUTPUT_LAYER,
@@ -160,6 +161,8 @@ class ChunkWork:
     groups: list[str] = field(default_factory=list)
     """The module names of the pass's groups."""
     storages: list[Managed] = field(default_factory=list)
+    with_small: set[int] = field(default_factory=set)
+    """Groups that save tensors below the minimum size."""
 
     @property
     def events_of_backward(self) -> list[Union[Mark, Work]]:
@@ -217,7 +220,9 @@ class ChunkWork:
                 tensors.setdefault(tensor.name, tensor)
         for name, tensor in tensors.items():
             groups = tuple(group_of[part] for part in savers[name] if part in group_of)
-            if groups and tensor.numel >= self.plan.min_numel:
+            if groups and tensor.numel < self.plan.min_numel:
+                self.with_small.update(groups)
+            elif groups:
                 is_input = is_first and name == "layer_input"
                 held_outside = (
                     len(groups) < len(savers[name])
@@ -398,7 +403,11 @@ class _Recorder:
                 held.setdefault(group, []).append(first + place)
         self._groups += [
             GroupTrace(
-                GroupKey(chunk_pass, group), name, chunk.chunk.vp_stage, tuple(held.get(group, ()))
+                GroupKey(chunk_pass, group),
+                name,
+                chunk.chunk.vp_stage,
+                tuple(held.get(group, ())),
+                stays=(Staying.SMALL.text,) if group in chunk.with_small else (),
             )
             for group, name in enumerate(chunk.groups)
         ]

@@ -46,6 +46,7 @@ from megatron.slipstream.fine_grained_activation_offload.storage import (
 )
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.plan.actions import Action, ActionKind, Plan
+from megatron.slipstream.plan.staying import Staying
 from megatron.slipstream.plan.trace import GroupKey, StepKind
 
 MIN_KNOWN = 4096
@@ -256,18 +257,25 @@ class ActivationStore:
         if type(tensor) is not torch.Tensor:
             # Subclasses (parameters, quantised and distributed tensors) hold memory that they do
             # not own.
+            group.kinds_staying |= _kind_of_subclass(tensor).bit
             return tensor
-        if not self._is_movable(tensor):
+        kind = self._why_it_stays(tensor)
+        if kind is not None:
+            group.kinds_staying |= kind.bit
             return _keep(tensor)
         memory = tensor.untyped_storage()._cdata
         known = self._by_memory.get(memory)
         storage = None if known is None else known()
         if storage is None or not storage.serves(tensor):
             base = tensor._base  # A parameter's transpose, say, is a plain tensor.
-            is_of_parameter = base is not None and isinstance(base, torch.nn.Parameter)
-            num_kept_alive = tensor.untyped_storage().nbytes() // tensor.itemsize
-            is_small = num_kept_alive < group.min_numel
-            if is_of_parameter or is_small or not is_there(tensor):
+            if base is not None and isinstance(base, torch.nn.Parameter):
+                kind = Staying.PARAMETER
+            elif not is_there(tensor):
+                kind = Staying.DISCARDED
+            elif tensor.untyped_storage().nbytes() // tensor.itemsize < group.min_numel:
+                kind = Staying.SMALL
+            if kind is not None:
+                group.kinds_staying |= kind.bit
                 return _keep(tensor)
             position = len(group.held)
             storage = SavedStorage(tensor, group.label, position, self.host_pool, self.copy_streams)
@@ -320,19 +328,24 @@ class ActivationStore:
         known = self._by_memory.get(memory)
         return None if known is None else known()
 
-    def _is_movable(self, tensor: torch.Tensor) -> bool:
-        # Not getattr(), which raises an exception internally if the attribute is missing.
+    def _why_it_stays(self, tensor: torch.Tensor) -> Optional[Staying]:
+        """Return why a plain tensor of any size cannot move; None if it can."""
+        if not self.backend.manages(tensor):
+            return Staying.ELSEWHERE
+        if not is_dense(tensor):
+            return Staying.NESTED if tensor.is_nested else Staying.NOT_DENSE
+        if tensor.numel() == 0:
+            return Staying.EMPTY
+        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+            return Staying.LAZY
+        if forward_ad._current_level >= 0 and _has_tangent(tensor):
+            return Staying.DUAL
+        # Set by megatron-core on parameters and by Transformer Engine on weights. Not getattr(),
+        # which raises an exception internally if the attribute is missing.
         attributes = tensor.__dict__
-        return (
-            self.backend.manages(tensor)
-            and is_dense(tensor)
-            and tensor.numel() > 0
-            and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
-            and not (forward_ad._current_level >= 0 and _has_tangent(tensor))
-            # Set by megatron-core on parameters and by Transformer Engine on weights.
-            and not attributes.get("_do_not_offload", False)
-            and not attributes.get("_TE_do_not_offload", False)
-        )
+        if attributes.get("_do_not_offload") or attributes.get("_TE_do_not_offload"):
+            return Staying.MARKED
+        return None
 
     # Moves, in the compute stream's order.
 
@@ -609,6 +622,12 @@ def _not_in_cpp(*_: Any) -> bool:
 
 def _none_in_cpp(*_: Any) -> None:
     return None
+
+
+def _kind_of_subclass(tensor: torch.Tensor) -> Staying:
+    if isinstance(tensor, torch.nn.Parameter):
+        return Staying.PARAMETER
+    return Staying.NESTED if tensor.is_nested else Staying.SUBCLASS
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:

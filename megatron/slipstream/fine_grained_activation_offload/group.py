@@ -44,7 +44,15 @@ class OffloadTensorGroup:
 
     __slots__ = (
         *("serial", "label", "key", "name", "state", "min_numel"),
-        *("is_read_first", "untracked_in", "held", "nbytes", "_storages", "__weakref__"),
+        *(
+            "is_read_first",
+            "untracked_in",
+            "held",
+            "nbytes",
+            "kinds_staying",
+            "_storages",
+            "__weakref__",
+        ),
     )
 
     def __init__(self, label: GroupLabel, min_numel: int = 1) -> None:
@@ -64,6 +72,8 @@ class OffloadTensorGroup:
         which this group first saved them."""
         self._storages: list[weakref.ref[SavedStorage]] = []
         """The storages in the same order. Autograd owns them."""
+        self.kinds_staying = 0
+        """Kinds of tensors that it saved and that cannot move: the bits of ``Staying``."""
         self.nbytes: dict[int, int] = {}
         """Bytes that a copy of each storage would move, by serial number, as of the commit."""
 

@@ -22,6 +22,7 @@ from typing import NamedTuple, Optional
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
+from megatron.slipstream.plan.staying import texts_of
 from megatron.slipstream.plan.trace import (
     GroupKey,
     GroupTrace,
@@ -259,6 +260,7 @@ class Recorder:
                     group.label.vp_stage,
                     tuple(index[n] for n in saved[key]),
                     group.is_read_first,
+                    _kinds_staying(group),
                 )
                 for key, group in groups.items()
             ),
@@ -302,6 +304,12 @@ class Recorder:
                 until = away.until_step
                 change[len(self.steps) if until is None else until] -= away.nbytes
         return self._memory.readings(list(itertools.accumulate(change[:-1])))
+
+
+def _kinds_staying(group: OffloadTensorGroup) -> tuple[str, ...]:
+    if group.untracked_in is not None:
+        return group.untracked_in.group_by_key[group.key].stays
+    return texts_of(group.kinds_staying)
 
 
 def _add_as_in(

@@ -75,6 +75,9 @@ class RankReport:
     """Pipeline stage of the rank. Stages hold different amounts of memory by design."""
     absent_modules: list[str] = field(default_factory=list)
     """Names in ``offload_modules`` that have no group on this rank."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why modules move nothing or less than they could, for other reasons than the plan's: by
+    module name, of the whole model by an empty name."""
     plan: str = ""
     """The plan as a text grid; empty before the first plan."""
     planned_peak_bytes: int = 0
@@ -224,6 +227,9 @@ class Report:
         if any(rank.graphs for rank in self.ranks):
             lines.append("in graphs: in all replays of a rank's CUDA graphs, beside the total")
         lines += [_absent(rank) for rank in self.ranks if rank.absent_modules]
+        lines += [
+            f"rank {rank.rank}: {reason}" for rank in self.ranks for reason in rank.reasons.values()
+        ]
         lines += [_host_memory(rank) for rank in self.ranks]
         lines += [_times(rank) for rank in self.ranks if rank.measured_ms]
         lines += [line for rank in self.ranks for line in _tried(rank)]

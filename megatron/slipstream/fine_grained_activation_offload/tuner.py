@@ -472,12 +472,14 @@ class Tuner:
                 format_bytes(target_bytes),
             )
             return
+        reasons = "; ".join(why_groups_stay(plan.groups))
+        names_option = any("_" in word for word in reasons.split())
         logger.warning(
-            "rank %d: nothing moves. Of %d groups %s. Choose other modules, or set the option "
-            "named to another value",
+            "rank %d: nothing moves. Of %d groups %s. Choose other modules%s",
             self._report.rank,
             len(plan.groups),
-            "; ".join(why_groups_stay(plan.groups)),
+            reasons,
+            ", or set the option named to another value" if names_option else "",
         )
 
     @property

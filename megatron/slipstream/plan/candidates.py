@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
+from megatron.slipstream.plan.trace import GroupKey, GroupTrace, StepKind, Trace
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,7 @@ BACKWARD_FOLLOWS = "its backward follows before another layer hides the copies"
 NEVER_USED = "backward never asks for it"
 FRACTION = "activation_offload_fraction keeps it"
 DELTA = "delta_offload_bytes_across_pp_ranks keeps it"
-NOTHING_TO_MOVE = (
-    "it saves no tensor that may move and has min_offloaded_tensor_size elements or more"
-)
+NOTHING_SAVED = "it saves nothing"
 HELD_OUTSIDE = "an operation outside the chosen modules holds it too"
 RECOMPUTED = "it is discarded in forward and recomputed in backward"
 LINGERS = "an operation outside the chosen modules holds it too, past the peak of device memory"
@@ -103,7 +101,12 @@ def keep_unused(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
 
 def keep_empty(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
     """Keep groups that have no storage of their own to move."""
-    return {key: NOTHING_TO_MOVE for key in moving if not trace.group_by_key[key].storages}
+    groups = (trace.group_by_key[key] for key in moving)
+    return {group.key: _why_empty(group) for group in groups if not group.storages}
+
+
+def _why_empty(group: GroupTrace) -> str:
+    return f"it saves only {', '.join(group.stays)}" if group.stays else NOTHING_SAVED
 
 
 def keep_for_pp_rank(trace: Trace, moving: Sequence[GroupKey], delta_bytes: int) -> Kept:

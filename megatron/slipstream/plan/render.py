@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.slipstream.plan.actions import Bound, GroupPlan, Plan
+from megatron.slipstream.plan.staying import COMMON
 from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD, GroupKey, StepKind
 
 HERE = "  <-- here"
 LEGEND = "# on the device   > copying out   . on the host   < copying back"
+
+_COMMON = frozenset(kind.text for kind in COMMON)
 
 
 def format_bytes(nbytes: float) -> str:
@@ -75,7 +78,31 @@ def summarize(plan: Plan) -> str:
     lines = [_summary(plan)]
     if plan.bound is not None:
         lines.append(_bound(plan.bound))
-    return "\n".join([*lines, *plan.notes])
+    return "\n".join([*lines, *_parts_that_stay(plan), *plan.notes])
+
+
+def _parts_that_stay(plan: Plan) -> list[str]:
+    """Say what stays of groups that move, by reason."""
+    nbytes: dict[str, dict[int, int]] = {}
+    kinds: Counter[str] = Counter()
+    for group in plan.groups:
+        # An invalid plan, rendered for its error, may name what is not in the trace.
+        traced = plan.trace.group_by_key.get(group.key)
+        if not group.moves or traced is None:
+            continue
+        for position, index in enumerate(traced.storages):
+            if position in group.kept_storages:
+                sizes = nbytes.setdefault(group.kept_storages[position], {})
+                sizes[index] = plan.trace.storages[index].nbytes
+        kinds.update(kind for kind in traced.stays if kind not in _COMMON)
+    return [
+        f"of groups that move, {format_bytes(sum(sizes.values()))} stay: {reason}"
+        for reason, sizes in nbytes.items()
+    ] + [
+        f"{number} {'group that moves also saves' if number == 1 else 'groups that move also save'}"
+        f" {kind}, which stay"
+        for kind, number in kinds.items()
+    ]
 
 
 def _rest(groups: Sequence[GroupPlan]) -> str:

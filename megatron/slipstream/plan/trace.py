@@ -148,6 +148,8 @@ class GroupTrace:
     is_read_first: bool = False
     """Whether backward uses the group before reaching its end: [Note: Recomputation reads first].
     Its saved tensors are tracked even if it stays on the device, to detect its use."""
+    stays: tuple[str, ...] = ()
+    """Kinds of tensors that it saved and that cannot move: texts of ``Staying``."""
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,17 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
 from hand_driven import LAZY_NATIVE, HandDriven
-from tensor_kinds import KINDS, dense, tensor_of_kind
+from tensor_kinds import KINDS, STAYING, dense, tensor_of_kind
+from torch.autograd import forward_ad
 
 from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.plan.staying import Staying, texts_of
 
 BACKENDS = ["cpu-lazy", LAZY_NATIVE]
 
@@ -28,6 +31,63 @@ def test_a_tensor_of_any_kind_stays_as_it_is(kind: str, backend: str) -> None:
     assert (type(back), back.layout) == (type(tensor), tensor.layout)
     assert not group.held
     assert bench.copies == 0
+    assert group.kinds_staying == STAYING[kind].bit
+
+
+def weight() -> torch.nn.Parameter:
+    return torch.nn.Parameter(dense())
+
+
+def marked(name: str) -> torch.Tensor:
+    tensor = dense()
+    setattr(tensor, name, True)
+    return tensor
+
+
+def discarded() -> torch.Tensor:
+    tensor = dense()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def dual() -> torch.Tensor:
+    return forward_ad.make_dual(dense(), dense())
+
+
+DENSE: dict[str, tuple[Staying, Callable[[], torch.Tensor]]] = {
+    "small": (Staying.SMALL, lambda: torch.ones(8)),
+    "parameter": (Staying.PARAMETER, weight),
+    "view of a parameter": (Staying.PARAMETER, lambda: weight().t()),
+    "marked": (Staying.MARKED, lambda: marked("_do_not_offload")),
+    "marked by Transformer Engine": (Staying.MARKED, lambda: marked("_TE_do_not_offload")),
+    "discarded": (Staying.DISCARDED, discarded),
+    "dual": (Staying.DUAL, dual),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_group_says_which_dense_tensors_stay(kind: str, backend: str) -> None:
+    staying, make = DENSE[kind]
+    bench = HandDriven(backend)
+    group = bench.group()
+    with forward_ad.dual_level():
+        bench.save(group, make(), min_numel=16)
+    assert not group.held
+    assert group.kinds_staying == staying.bit
+    assert texts_of(group.kinds_staying) == (staying.text,)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_group_names_all_kinds_that_stay_and_none_that_moves(backend: str) -> None:
+    bench = HandDriven(backend)
+    group = bench.group()
+    saved = bench.save(group, dense())
+    assert group.kinds_staying == 0
+    bench.save(group, weight(), tensor_of_kind("coo"), tensor_of_kind("jagged"))
+    kinds = (Staying.PARAMETER, Staying.NESTED, Staying.NOT_DENSE)
+    assert texts_of(group.kinds_staying) == tuple(kind.text for kind in kinds)
+    del saved
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

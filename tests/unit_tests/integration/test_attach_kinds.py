@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_kinds import KINDS, SIZE, tensor_of_kind
+from tensor_kinds import KINDS, SIZE, STAYING, tensor_of_kind
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration.attach.handle import Attached, attach
+from megatron.slipstream.plan.staying import Staying
 
 PATHS = ["auto", "off"]
 """``offload_native``: with the hooks in C++, and without."""
@@ -89,6 +90,12 @@ def test_a_saved_tensor_of_any_kind_comes_back(kind: str, held_as: str, path: st
     assert attached is not None
     rank = attached.report().ranks[0]
     assert rank.is_native is (path == "auto")
+    assert attached.engine.plan is not None
+    named = {STAYING[kind].text}
+    if held_as != "attribute":
+        named.add(Staying.PARAMETER.text)
+    for group in attached.engine.plan.trace.groups:
+        assert named & set(group.stays)
     moved = rank.modules["Layer"]
     assert moved.num_groups_moved == 2
     # Of two layers the linear part's input and output, except the model's input, which is held.

@@ -84,7 +84,11 @@ class Case:
 
 CASES = {
     "too small": Case(
-        ["nothing moves. Of 4 groups 4 stay: ", "min_offloaded_tensor_size elements"],
+        [
+            "nothing moves. Of 4 groups 4 stay: it saves only tensors smaller than "
+            "min_offloaded_tensor_size, parameters and buffers",
+            "or set the option named",
+        ],
         min_offloaded_tensor_size=1 << 20,
     ),
     "a fraction of none": Case(

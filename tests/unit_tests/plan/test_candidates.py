@@ -26,7 +26,7 @@ from megatron.slipstream.plan.candidates import (
     DELTA,
     FRACTION,
     NEVER_USED,
-    NOTHING_TO_MOVE,
+    NOTHING_SAVED,
     PolicyOptions,
     keep_by_fraction,
     keep_empty,
@@ -128,7 +128,14 @@ def test_only_groups_that_still_move_are_kept() -> None:
 
 def test_a_group_without_storages_stays() -> None:
     trace = one_pass(Model(num_layers=3, saves={1: ()}))
-    assert keep_empty(trace, all_keys(trace)) == {GroupKey(0, 1): NOTHING_TO_MOVE}
+    assert keep_empty(trace, all_keys(trace)) == {GroupKey(0, 1): NOTHING_SAVED}
+
+
+def test_a_group_that_saves_only_what_stays_names_the_kinds() -> None:
+    trace = one_pass(Model(num_layers=3, saves={1: ()}))
+    groups = [replace(group, stays=("nested tensors", "views")) for group in trace.groups]
+    kept = keep_empty(replace(trace, groups=tuple(groups)), all_keys(trace))
+    assert kept == {GroupKey(0, 1): "it saves only nested tensors, views"}
 
 
 def test_a_group_that_only_shares_a_storage_is_not_empty() -> None:
@@ -282,7 +289,7 @@ def test_every_group_either_moves_or_stays_for_one_reason() -> None:
     moving, kept = select_groups(trace, options)
     assert moving | kept.keys() == set(all_keys(trace))
     assert not moving & kept.keys()
-    assert set(kept.values()) == {BACKWARD_FOLLOWS, DELTA, FRACTION, NEVER_USED, NOTHING_TO_MOVE}
+    assert set(kept.values()) == {BACKWARD_FOLLOWS, DELTA, FRACTION, NEVER_USED, NOTHING_SAVED}
 
 
 def test_bytes_that_others_hold_count_neither_for_the_fraction_nor_for_the_delta() -> None:

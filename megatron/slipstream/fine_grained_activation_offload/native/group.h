@@ -76,6 +76,10 @@ class Group : public std::enable_shared_from_this<Group>, Alive<Group> {
   };
   // In the order in which this group first saved them.
   std::vector<Held> held;
+  // Kinds of tensors that it saved and that cannot move: the bits of `Staying`.
+  int64_t kinds_staying = 0;
+
+  void add_staying(Staying kind) { kinds_staying |= int64_t{1} << static_cast<int>(kind); }
 
   void move_to(GroupState to) {
     if (static_cast<int>(to) != static_cast<int>(state) + 1) {

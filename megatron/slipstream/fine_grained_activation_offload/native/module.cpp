@@ -195,6 +195,7 @@ void bind_group(py::module_& module) {
       .def_readwrite("min_numel", &Group::min_numel)
       .def_readwrite("is_read_first", &Group::is_read_first)
       .def_readwrite("untracked_in", &Group::untracked_in)
+      .def_readwrite("kinds_staying", &Group::kinds_staying)
       .def("__str__", [](Group& group) { return py::str(group.label()); })
       .def("move_to",
            [](Group& group, const py::object& to) {

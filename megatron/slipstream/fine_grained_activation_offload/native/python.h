@@ -24,6 +24,11 @@ constexpr int kNumResidences = 7;
 enum class GroupState { OPEN, COMMITTED, IN_USE, DONE };
 constexpr int kNumGroupStates = 4;
 
+// In the order of `Staying` in staying.py, whose members C++ does not need otherwise.
+enum class Staying {
+  SMALL, PARAMETER, SUBCLASS, NESTED, NOT_DENSE, ELSEWHERE, LAZY, DUAL, MARKED, EMPTY, DISCARDED
+};
+
 // Set once, when the module is loaded. Never freed: storages may outlive Python's modules.
 struct Python {
   py::object residences[kNumResidences], group_states[kNumGroupStates];

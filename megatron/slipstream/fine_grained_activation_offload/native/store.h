@@ -83,16 +83,21 @@ class Store : Alive<Store> {
   bool crosses_streams = false;
 
   py::object pack(const std::shared_ptr<Group>& group, py::object object) {
-    if (!is_torch_tensor(object)) return object;
     const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-    if (!is_movable(tensor, object)) return keep(std::move(object), tensor);
+    if (!is_torch_tensor(object)) {
+      group->add_staying(kind_of_subclass(tensor, object));
+      return object;
+    }
+    if (const auto kind = why_it_stays(tensor, object)) {
+      group->add_staying(*kind);
+      return keep(std::move(object), tensor);
+    }
     const auto known = context_->by_memory.find(tensor.storage().unsafeGetStorageImpl());
     std::shared_ptr<Storage> storage;
     if (known != context_->by_memory.end()) storage = known->second->shared();
     if (!storage || !storage->serves(tensor)) {
-      const auto storage_nbytes = static_cast<int64_t>(tensor.storage().nbytes());
-      if (is_of_parameter(tensor) || storage_nbytes / tensor.element_size() < group->min_numel ||
-          extent_of(tensor).stop > storage_nbytes) {
+      if (const auto kind = why_its_storage_stays(tensor, group->min_numel)) {
+        group->add_staying(*kind);
         return keep(std::move(object), tensor);
       }
       storage = std::make_shared<Storage>(tensor, group, static_cast<int64_t>(group->held.size()),
@@ -347,10 +352,31 @@ class Store : Alive<Store> {
     }
   }
 
-  bool is_movable(const at::Tensor& tensor, const py::object& object) const {
-    return tensor.device().type() == device_type_ && is_dense(tensor) && tensor.numel() > 0 &&
-           !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor() &&
-           !tensor._fw_grad(/*level=*/0).defined() && !has_opted_out(object.ptr());
+  static Staying kind_of_subclass(const at::Tensor& tensor, const py::object& object) {
+    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
+    if (type == python->parameter.ptr() || py::isinstance(object, python->parameter)) {
+      return Staying::PARAMETER;
+    }
+    return tensor.is_nested() ? Staying::NESTED : Staying::SUBCLASS;
+  }
+
+  // Why a plain tensor of any size cannot move.
+  std::optional<Staying> why_it_stays(const at::Tensor& tensor, const py::object& object) const {
+    if (tensor.device().type() != device_type_) return Staying::ELSEWHERE;
+    if (!is_dense(tensor)) return tensor.is_nested() ? Staying::NESTED : Staying::NOT_DENSE;
+    if (tensor.numel() == 0) return Staying::EMPTY;
+    if (tensor.is_conj() || tensor.is_neg() || tensor._is_zerotensor()) return Staying::LAZY;
+    if (tensor._fw_grad(/*level=*/0).defined()) return Staying::DUAL;
+    if (has_opted_out(object.ptr())) return Staying::MARKED;
+    return std::nullopt;
+  }
+
+  static std::optional<Staying> why_its_storage_stays(const at::Tensor& tensor, int64_t min_numel) {
+    const auto nbytes = static_cast<int64_t>(tensor.storage().nbytes());
+    if (is_of_parameter(tensor)) return Staying::PARAMETER;
+    if (extent_of(tensor).stop > nbytes) return Staying::DISCARDED;
+    if (nbytes / static_cast<int64_t>(tensor.element_size()) < min_numel) return Staying::SMALL;
+    return std::nullopt;
   }
 
   static bool is_of_parameter(const at::Tensor& tensor) {

@@ -44,6 +44,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.integration.engine_setup import host_limit
+from megatron.slipstream.plan.staying import Staying
 
 logger = logging.getLogger(__name__)
 
@@ -261,13 +262,14 @@ class AttachedEngine(OffloadEngine):
             self._hooks.__exit__()
         self._hooks = None
 
-    def commit_region(self, name: str, nodes: Iterable[Node]) -> bool:
+    def commit_region(self, name: str, nodes: Iterable[Node], is_taken: bool = False) -> bool:
         """Commit a group that has saved all its tensors.
 
         Args:
             name: Name of the group.
             nodes: Autograd nodes of the module's outputs. Backward needs the group when it reaches
                 the first of them.
+            is_taken: Whether other saved-tensor hooks take tensors that the module saves.
 
         Returns:
             False if the group saved something but has no nodes, so its backward is not detected.
@@ -275,6 +277,8 @@ class AttachedEngine(OffloadEngine):
         group = self.commit_group(name)
         if group is None:
             return True
+        if is_taken:
+            group.kinds_staying |= Staying.TAKEN.bit
         self._end_plan_if_grown(group)
         hook = BackwardHook(self, group)
         is_hooked = False
@@ -337,6 +341,7 @@ class AttachedEngine(OffloadEngine):
     def save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
         """Pack hook: save ``tensor`` for ``group``; return its replacement."""
         if self._is_constant(tensor):
+            group.kinds_staying |= Staying.PARAMETER.bit
             return VersionCheckedTensor(tensor)
         saved = self.store.pack(group, tensor)
         return VersionCheckedTensor(saved) if isinstance(saved, torch.Tensor) else saved

@@ -39,6 +39,12 @@ from torch.autograd.graph import Node
 from megatron.slipstream.integration.attach.engine import AttachedEngine, is_transformed
 from megatron.slipstream.integration.attach.inputs import CheckpointInputs
 from megatron.slipstream.integration.attach.names import Match
+from megatron.slipstream.integration.attach.other_hooks import (
+    name_of_others,
+    name_of_takers,
+    next_node_number,
+    top_pack_hook,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +68,7 @@ class _Role(enum.Enum):
 class _Call:
     """One call of a hooked module that is running."""
 
-    __slots__ = ("hooked", "role", "frame", "exception")
+    __slots__ = ("hooked", "role", "frame", "exception", "first_node")
 
     def __init__(self, hooked: _Hooked, role: _Role) -> None:
         self.hooked = hooked
@@ -70,6 +76,8 @@ class _Call:
         self.frame = _frame_of_call()
         self.exception = sys.exception()
         """Exception being handled when the call began; a different one at its end is the call's."""
+        self.first_node = 0
+        """Sequence number of the call's first autograd node, if needed."""
 
     @property
     def is_running(self) -> bool:
@@ -182,8 +190,12 @@ class ForwardHooks:
         """See [Note: One thread trains]."""
         self._ran: dict[str, set[_Role]] = {match.label: set() for match in matches}
         """Roles of calls by label, recorded until the first pass ends."""
+        self._others: dict[str, str] = {}
+        """Names of other saved-tensor hooks that took what modules save, by label."""
         self._is_first_pass = True
         self._warned: set[str] = set()
+        self.reasons: dict[str, str] = {}
+        """Why modules move nothing or less than they could, by label; of the model, by \"\"."""
         self._handles: list[Any] = []
         # By default, compiled code assumes that modules have the hooks that the first module of
         # their class had at compile time. Recompile it with guards on hooks.
@@ -278,14 +290,16 @@ class ForwardHooks:
         role = _Role.SKIPPED
         calls = self._here.calls
         if self._engine.is_training_forward and all(c.role is not _Role.PASS for c in calls):
-            if _top_pack_hook() is None:
+            if top_pack_hook() is None:
                 role = _Role.PASS if self._becomes_trainer() else _Role.SKIPPED
             else:
-                self._warn_once(
-                    "the model runs under other saved-tensor hooks, so nothing of it moves"
+                self._tell(
+                    "",
+                    "the model runs under other saved-tensor hooks"
+                    f"{_called(name_of_others(self._owns))}, so nothing of it moves",
                 )
         elif is_transformed():
-            self._warn_once("the model runs in a transform of torch.func, so nothing of it moves")
+            self._tell("", "the model runs in a transform of torch.func, so nothing of it moves")
         call = _Call(hooked, role)
         if role is _Role.PASS:
             _check_current_gpu(module)
@@ -313,10 +327,15 @@ class ForwardHooks:
             return
         self._undo_interrupted_calls()
         call = _Call(hooked, self._role_of_module())
+        if self._is_first_pass:
+            call.first_node = next_node_number()
+            others = name_of_others(self._owns)
+            if others is not None and call.role is not _Role.SKIPPED:
+                self._others[hooked.label] = others
         if call.role is _Role.WITHOUT_GRADIENTS:
             self._inputs.enter_without_gradients()
         elif call.role is _Role.REGION:
-            pack = _top_pack_hook()
+            pack = top_pack_hook()
             if pack is None or self._inputs.is_own(pack):
                 self._inputs.close()
                 self._engine.begin_region(hooked.label)
@@ -324,9 +343,10 @@ class ForwardHooks:
             else:
                 call.role = _Role.SKIPPED
                 if all(outer.hooked.label for outer in self._here.calls):
-                    self._warn_once(
+                    self._tell(
+                        hooked.label,
                         f"a module of {hooked.label!r} runs outside of the model's forward and "
-                        "under other saved-tensor hooks, so nothing of it moves"
+                        "under other saved-tensor hooks, so nothing of it moves",
                     )
                 self._inputs.enter(hooked.label, tensors_in((args, kwargs)))
         if self._is_first_pass:
@@ -342,10 +362,14 @@ class ForwardHooks:
             return
         self._engine.leave_region()
         self._here.is_in_region = False
-        has_raised = sys.exception() is not call.exception
-        if not has_raised and not self._engine.commit_region(
-            hooked.label, nodes_of(output, (args, kwargs))
-        ):
+        if sys.exception() is not call.exception:
+            return
+        nodes = nodes_of(output, (args, kwargs))
+        if self._is_first_pass:
+            takers = name_of_takers(nodes, call.first_node, self._owns)
+            if takers is not None:
+                self._others[hooked.label] = takers
+        if not self._engine.commit_region(hooked.label, nodes, hooked.label in self._others):
             self._warn_once(
                 f"no result is found in what {hooked.label} ({type(module).__name__}) returns, a "
                 f"{type(output).__name__}, so its saved tensors are reloaded late, which slows "
@@ -367,20 +391,30 @@ class ForwardHooks:
         awaited = self._engine.awaited_names
         for label, roles in self._ran.items():
             if not roles:
-                self._warn_once(
-                    f"no module of {label!r} ran in the model's forward, so nothing moves"
+                self._tell(
+                    label, f"no module of {label!r} ran in the model's forward, so nothing moves"
+                )
+            elif label in self._others:
+                others = self._others[label]
+                place = "set" if _Role.REGION in roles else "run under"
+                self._tell(
+                    label,
+                    f"modules of {label!r} {place} other saved-tensor hooks ({others}), "
+                    "which take what they save, so that does not move; use one or the other",
                 )
             elif _Role.REGION not in roles and label not in self._inputs.labels:
-                self._warn_once(
+                self._tell(
+                    label,
                     f"modules of {label!r} ran only where nothing is kept of them (in "
                     "torch.utils.checkpoint or without gradients), so nothing of them moves; name "
-                    "the modules that are checkpointed, and their inputs move"
+                    "the modules that are checkpointed, and their inputs move",
                 )
             elif _Role.REGION in roles and label not in awaited:
-                self._warn_once(
+                self._tell(
+                    label,
                     f"backward does not reach modules of {label!r}, so nothing of them moves: "
                     "neither their inputs nor their parameters need gradients, or they compute "
-                    "nothing; name modules that are trained"
+                    "nothing; name modules that are trained",
                 )
 
     # Calls.
@@ -426,6 +460,16 @@ class ForwardHooks:
             self._inputs.stop(is_here)
             self._engine.end_forward(failed=True)
 
+    def _owns(self, hook: Any) -> bool:
+        """Whether a saved-tensor hook, to pack or to unpack, is one of this ``attach()``."""
+        owner = getattr(getattr(hook, "func", hook), "__self__", None)
+        return owner is self._engine or owner is self._inputs
+
+    def _tell(self, label: str, reason: str) -> None:
+        """Warn once why modules move less than they could, and remember it."""
+        self.reasons.setdefault(label, reason)
+        self._warn_once(reason)
+
     def _warn_once(self, text: str) -> None:
         """Warn once."""
         if text not in self._warned:
@@ -446,10 +490,8 @@ def _check_current_gpu(model: torch.nn.Module) -> None:
         )
 
 
-def _top_pack_hook() -> Any:
-    """Return the active saved-tensor pack hook; None if there is none."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks[0] if hooks is not None else None
+def _called(name: Optional[str]) -> str:
+    return f" ({name})" if name else ""
 
 
 def tensors_in(value: Any, opens_objects: bool = False) -> Iterator[torch.Tensor]:

@@ -36,7 +36,7 @@ from megatron.slipstream.model_rules import MODEL_RULES
 from megatron.slipstream.patches import patching, table
 from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.plan import files
-from megatron.slipstream.plan.render import format_bytes, summarize
+from megatron.slipstream.plan.render import format_bytes, summarize, why_groups_stay
 from megatron.slipstream.rules import Rule, always, check_rules, is_one_of, require, unsupported
 
 logger = logging.getLogger(__name__)
@@ -197,6 +197,8 @@ class Attached:
         lines = [f"Attached to {self._model_name}, backend {self.engine.store.backend.name}"]
         if self.is_detached:
             lines[0] += ", detached"
+        if "" in rank.reasons:
+            lines.append(f"  {rank.reasons['']}")
         labels = Counter(self._labels)
         for label, count in labels.items():
             moved = rank.modules.get(label)
@@ -206,12 +208,15 @@ class Attached:
                     f", {moved.num_groups_moved} of {moved.num_groups} groups and "
                     f"{format_bytes(moved.d2h_bytes)} moved in the last iteration"
                 )
+            if label in rank.reasons:
+                lines.append(f"    {rank.reasons[label]}")
         plan = self.engine.plan
         if plan is None:
             lines.append("  no plan yet: it is made after the first forward and backward")
         else:
             plan_line = f"{rank.num_iterations} iterations, plan: {summarize(plan)}"
-            lines.append("  " + plan_line.replace("\n", "\n  "))
+            lines += [f"  {line}" for line in plan_line.splitlines()]
+            lines += [f"    {reason}" for reason in why_groups_stay(plan.groups)]
         return "\n".join(lines)
 
     @property
@@ -254,6 +259,7 @@ class Attached:
         """
         self.engine.finish_report()
         self.engine.report.environment = environment()
+        self.engine.report.reasons = dict(self._hooks.reasons)
         return Report([self.engine.report])
 
     def save_trace(self, path: str) -> None:
