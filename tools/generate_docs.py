@@ -27,6 +27,7 @@ from megatron.slipstream import model_rules  # noqa: E402
 from megatron.slipstream.patches import table as patch_table  # noqa: E402
 from megatron.slipstream.patches.patching import Patch  # noqa: E402
 from megatron.slipstream.rules import Rule  # noqa: E402
+from tools import option_modes  # noqa: E402
 
 PACKAGE = ROOT / "megatron" / "slipstream"
 ENGINE = patch_table.Feature.ENGINE
@@ -234,13 +235,31 @@ def models_with(module: str) -> str:
     return WITH_A_NORM.get(module, "all")
 
 
+def modes() -> list[str]:
+    """Return the section on what options do in each way to train."""
+    return [
+        "## In each way to train",
+        "",
+        "*yes*: it works. *refused*: an error at the start names what to set instead. *warned*: it "
+        "has no effect, or none inside graphs, and a warning says so. *-*: no option there. "
+        "Options are taken together with those that they need: `--thd-max-tokens` with "
+        "`--sequence-packing`, `--offload-checkpoint-inputs` with recomputation outside of graphs.",
+        "",
+        *table(("option", *(mode.value for mode in option_modes.Mode)), option_modes.rows()),
+        "",
+        "Without a GPU nothing is timed, so no goal is followed, and chunk graphs are imitated.",
+        "",
+    ]
+
+
 def options_page() -> str:
     """Return the text of docs/user-guide/options.md."""
     lines = [
         "# Options",
         "",
         generated_from(
-            "config.py, model_rules.py, the options.py of each room and integration/arguments.py"
+            "config.py, model_rules.py, the options.py of each room, integration/arguments.py and "
+            "tools/option_modes.py"
         ),
         "",
         "A flag `--a-b` and a configuration field `a_b` are the same option. `./run train --help` "
@@ -272,6 +291,7 @@ def options_page() -> str:
         ),
         "",
         *(line for group in option_groups() for line in own_options(group)),
+        *modes(),
         "## What is refused",
         "",
         "A combination that cannot work is an error at start. It names the option, the reason and "

@@ -4,12 +4,17 @@
 
 from __future__ import annotations
 
+import logging
+
 from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.host_limit import SharedHostLimit
+from megatron.slipstream.launcher import rank
 from megatron.slipstream.plan.candidates import PolicyOptions
+
+logger = logging.getLogger(__name__)
 
 host_limit = SharedHostLimit(preflight.default_host_memory_limit_bytes)
 """The limit on pinned host memory of this process, which all its engines share."""
@@ -19,6 +24,11 @@ def open_backend(config: OffloadConfig) -> Backend:
     """Create the backend; raise ``ValueError`` if it is not available."""
     backend = make_backend(config.offload_backend)
     backend.names_ranges = config.offload_nvtx_ranges
+    if config.offload_nvtx_ranges and backend.device_type != "cuda" and rank() == 0:
+        logger.warning(
+            "offload_nvtx_ranges=True: no effect without a GPU, which Nsight Systems watches; "
+            "leave it out"
+        )
     return backend
 
 
