@@ -415,6 +415,54 @@ def test_waiting_for_another_process_is_said_and_has_a_limit(
     assert "waiting" not in caplog.text
 
 
+def _fail(counts: Any) -> None:
+    """Load in a process of its own; puts a line when the compiler starts, and the error."""
+    run = build.subprocess.run
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        counts.put("compiler")
+        return run(*arguments, **options)
+
+    build.subprocess.run = counted
+    try:
+        build.load()
+    except build.BuildError as error:
+        counts.put(str(error))
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["failed", "killed"])
+def test_those_that_wait_share_the_error_and_compile_if_there_is_none(
+    is_killed: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = tmp_path / "go"
+    script = f"until test -e {go}; do sleep 0.05; done; echo an error by {{}} >&2; exit 1"
+    monkeypatch.setenv("CXX", str(make_compiler(tmp_path, script.format("the first"))))
+    fork = multiprocessing.get_context("fork")
+    first, later = fork.SimpleQueue(), fork.SimpleQueue()
+    owner = fork.Process(target=_fail, args=(first,))
+    owner.start()
+    assert first.get() == "compiler"
+    monkeypatch.setenv("CXX", str(make_compiler(tmp_path / "2", script.format("the second"))))
+    monkeypatch.setattr(build.logger, "info", lambda *_: later.put("waits"))
+    waiting = [fork.Process(target=_fail, args=(later,)) for _ in range(2)]
+    for process in waiting:
+        process.start()
+    assert [later.get(), later.get()] == ["waits", "waits"]
+    if is_killed:
+        owner.kill()
+        owner.join()
+    go.touch()
+    for process in (owner, *waiting):
+        process.join(60)
+    said = []
+    while not later.empty():
+        said.append(later.get())
+    number = "second" if is_killed else "first"
+    message = f"failed: an error by the {number}; install g"
+    assert sum(message in text for text in said) == 2, said
+    assert said.count("compiler") == is_killed
+
+
 def test_what_fails_leaves_no_file_in_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

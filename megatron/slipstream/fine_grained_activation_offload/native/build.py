@@ -5,7 +5,8 @@
 ``setup.py`` compiles it into the package if torch and a compiler are available. Otherwise the file
 is cached under ``$XDG_CACHE_HOME/slipstream`` (``~/.cache/slipstream``), keyed by the source, the
 flags, and the versions of Python and torch, so a machine without a compiler can use a file compiled
-on another one. If several processes need it at once, one compiles and the others wait for a lock.
+on another one. If several processes need it at once, one compiles and the others wait for a lock;
+where it fails, its error is theirs.
 
 A file ends with the digest of its contents, since loading one that is cut short kills the process.
 Whatever goes wrong is a :class:`BuildError`. ``setup.py`` loads this file by its path, so it
@@ -216,17 +217,31 @@ def _import(path: Path, prepare: Callable[[Any], None]) -> ModuleType:
 def _compile(path: Path) -> None:
     command = compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
+    with path.with_suffix(".lock").open("w+") as lock:
         _wait_for(lock)
         if _is_intact(path):  # compiled by the previous owner of the lock
             return
-        state = "is damaged, so it is compiled again" if path.exists() else "is compiled once"
-        logger.info("the native hot path %s, in under a minute: %s", state, path)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            _run([*command, *FLAGS, *_options(), str(SOURCE), "-o", str(made), *_libraries()])
-            _seal(made, command[0])
-            made.replace(path)  # atomically, so that no process loads a partial file
+        # Each process empties the file before it waits, so a text is by the one that it waited for.
+        cause, _, cure = lock.read().partition("\n")
+        if cure:
+            raise BuildError(cause, cure)
+        try:
+            _compile_alone(command, path)
+        except BuildError as error:
+            with contextlib.suppress(OSError):  # Of the two errors, the first is of use.
+                lock.write(f"{error.cause}\n{error.cure}")
+                lock.flush()
+            raise
+
+
+def _compile_alone(command: list[str], path: Path) -> None:
+    state = "is damaged, so it is compiled again" if path.exists() else "is compiled once"
+    logger.info("the native hot path %s, in under a minute: %s", state, path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        _run([*command, *FLAGS, *_options(), str(SOURCE), "-o", str(made), *_libraries()])
+        _seal(made, command[0])
+        made.replace(path)  # atomically, so that no process loads a partial file
 
 
 def _wait_for(lock: IO[str]) -> None:
