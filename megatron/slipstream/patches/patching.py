@@ -217,7 +217,11 @@ def resolve(path: str, reason: str = "") -> tuple[Any, str]:
 
 
 def _installed() -> str:
-    return f"{release()} with torch {torch.__version__}"
+    found = f"torch {torch.__version__}"
+    try:
+        return f"{release()} with {found}"
+    except ImportError:  # attach() needs no megatron-core.
+        return found
 
 
 def _cure() -> str:

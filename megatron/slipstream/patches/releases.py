@@ -9,22 +9,24 @@ installed first.
 
 from __future__ import annotations
 
-from importlib import metadata
-
 TESTED_RELEASES = ("0.17.1", "0.18.2", "0.19.2")
 """The releases of megatron-core that the tests run with."""
 
 
 def release() -> str:
     """Return the installed megatron-core's name for messages, such as 'megatron-core 0.19.2'."""
-    try:
-        return f"megatron-core {metadata.version('megatron-core')}"
-    except metadata.PackageNotFoundError:
-        return "megatron-core of unknown version"
+    from megatron.core import package_info
+
+    return (
+        "megatron-core " + ".".join(map(str, package_info.VERSION[:3])) + package_info.PRE_RELEASE
+    )
 
 
 def installed_version() -> str:
-    """Return megatron-core's own version, such as '0.19'; a source checkout has no other."""
+    """Return the first two numbers of megatron-core's version, such as '0.19'.
+
+    Read from its own file: what pip installed may not be what is imported.
+    """
     from megatron.core import package_info
 
     return f"{package_info.MAJOR}.{package_info.MINOR}"

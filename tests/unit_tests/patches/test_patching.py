@@ -10,10 +10,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core import package_info
 
 from megatron.slipstream.patches import patching
 from megatron.slipstream.patches.patching import Patch
-from megatron.slipstream.patches.releases import TESTED_RELEASES, release
+from megatron.slipstream.patches.releases import TESTED_RELEASES, installed_version, release
 
 
 def double(original: Any) -> Any:
@@ -65,6 +66,24 @@ def test_a_missing_target_is_named_and_nothing_changes(target: Any) -> None:
     assert release() in message
     assert GONE.reason in message
     assert all(tested in message for tested in TESTED_RELEASES)
+
+
+def test_the_release_that_is_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A source tree that comes before the installed wheel.
+    monkeypatch.setattr(package_info, "VERSION", (0, 20, 0, "rc1"))
+    monkeypatch.setattr(package_info, "PRE_RELEASE", "rc1")
+    monkeypatch.setattr(package_info, "MINOR", 20)
+    assert installed_version() == "0.20"
+    with pytest.raises(RuntimeError, match=r"does not exist in megatron-core 0[.]20[.]0rc1 with"):
+        patching.apply([GONE], "one")
+
+
+def test_without_megatron_core_a_missing_target_is_named_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(RuntimeError, match="gone does not exist in torch "):
+        patching.apply([GONE], "one")
 
 
 def test_a_target_with_other_parameters_is_an_error(target: Any) -> None:

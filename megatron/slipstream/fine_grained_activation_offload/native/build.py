@@ -165,7 +165,9 @@ def _cache_folder() -> Path:
     try:
         return Path.home() / ".cache" / "slipstream"
     except RuntimeError as error:  # HOME is not set, and the user is not in the password database.
-        raise BuildError("this user has no home directory to keep it in", _FOLDER) from error
+        raise BuildError(
+            "this user has no home directory for the compiled module", _FOLDER
+        ) from error
 
 
 def _check_writable(folder: Path) -> None:
