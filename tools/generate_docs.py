@@ -277,8 +277,8 @@ def options_page() -> str:
             ),
         ),
         "",
-        "The plan also keeps to `fine_grained_offloading_max_inflight_offloads` (0.19): per "
-        "module, the number of D2H copies that compute has not waited for.",
+        "The plan also keeps to `fine_grained_offloading_max_inflight_offloads` (from 0.18 on): "
+        "per module, the number of D2H copies that compute has not waited for.",
         "",
         "### Names for `--offload-modules`",
         "",

@@ -86,25 +86,35 @@ def modules_at_the_edge_of_graphs(facts: Any) -> list[str]:
     return [name for name in facts.offload_modules if name in at_the_edge]
 
 
-CHECKPOINTED_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
-"""Names for ``recompute_modules`` that megatron-core checkpoints as a whole. Of the others, it
-recomputes outputs without keeping inputs of their own."""
+CHECKPOINTED_MODULES: Mapping[str, str] = {
+    "core_attn": "attn",
+    "mlp": "mlp",
+    "moe": "moe",
+    "shared_experts": "moe_router",
+}
+"""Names for ``recompute_modules`` that megatron-core checkpoints as a whole, and the part of a
+layer for ``cuda_graph_modules`` that contains them. Of other modules, it recomputes outputs without
+keeping inputs of their own."""
+
+
+def _is_captured(name: str, facts: Any) -> bool:
+    """Whether checkpoints of this module are inside Transformer Engine's graphs."""
+    if _graph_impl(facts) != "transformer_engine":
+        return False
+    captured = graphed_modules(facts)
+    return not captured or CHECKPOINTED_MODULES[name] in captured
 
 
 def _is_checkpointed(name: str, facts: Any) -> bool:
     """Whether the model has modules of this name that run in checkpoints outside of graphs."""
-    has_experts, is_captured = bool(facts.num_moe_experts), False
-    if _graph_impl(facts) == "transformer_engine":
-        parts = {"core_attn": "attn", "mlp": "mlp", "moe": "moe", "shared_experts": "moe_router"}
-        captured = graphed_modules(facts)
-        is_captured = not captured or parts[name] in captured
+    has_experts = bool(facts.num_moe_experts)
     exists = {
         "core_attn": True,
         "mlp": not has_experts or facts.moe_layer_freq != 1,
         "moe": has_experts,
         "shared_experts": has_experts and bool(facts.moe_shared_expert_intermediate_size),
     }
-    return exists[name] and not is_captured
+    return exists[name] and not _is_captured(name, facts)
 
 
 def keeps_checkpoint_inputs(facts: Any) -> bool:
@@ -364,9 +374,6 @@ GRAPH_RULES: tuple[Rule, ...] = (
 )
 """Options that do nothing in replays; they also read ``has_gpu``."""
 
-_CHECKPOINTED = {"core_attn": "attn", "mlp": "mlp"}
-"""Modules of which a checkpoint keeps inputs, and the part of a layer that they are in."""
-
 CHECKPOINTS_IN_GRAPHS = Rule(
     "offload_checkpoint_inputs",
     "warning",
@@ -385,10 +392,9 @@ def check_options_in_graphs(facts: Any, has_gpu: bool) -> list[Finding]:
         has_gpu: Whether graphs are captured, or imitated.
     """
     findings = check_rules(GRAPH_RULES, SimpleNamespace(**{**vars(facts), "has_gpu": has_gpu}))
-    if _in_graphs_of_layers(facts) and getattr(facts, "offload_checkpoint_inputs", False):
-        captured = graphed_modules(facts) or frozenset(_CHECKPOINTED.values())
-        recomputed = getattr(facts, "recompute_modules", None) or ()
-        names = [name for name in recomputed if _CHECKPOINTED.get(name) in captured]
+    if _in_graphs_of_layers(facts) and facts.offload_checkpoint_inputs:
+        recomputed = facts.recompute_modules or ()
+        names = [n for n in recomputed if n in CHECKPOINTED_MODULES and _is_captured(n, facts)]
         if names and facts.recompute_granularity == "selective":
             findings.append(CHECKPOINTS_IN_GRAPHS.found(names=", ".join(names)))
     return findings

@@ -34,7 +34,7 @@ class PassPolicy:
             min_numel=config.min_offloaded_tensor_size,
             activation_offload_fraction=config.activation_offload_fraction,
             delta_offload_bytes_across_pp_ranks=config.delta_offload_bytes_across_pp_ranks,
-            # From megatron-core 0.19 on.
+            # From megatron-core 0.18 on.
             max_inflight_offloads=getattr(
                 config, "fine_grained_offloading_max_inflight_offloads", None
             ),

@@ -54,7 +54,7 @@ from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.plan import files
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.rules import Finding, check_rules, warn_once
+from megatron.slipstream.rules import check_rules, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         features.append(Feature.CHECKPOINT_INPUTS)
     options = policy_options(config)
     make_manager = partial(_make_manager, config, backend, options)
-    manager = model_router.Router(make_manager, partial(_prepare_chunk, config, set())).default
+    manager = model_router.Router(make_manager, partial(_prepare_chunk, config)).default
     try:
         compat.check_models_announce_passes()
         table.apply(*features)
@@ -144,21 +144,16 @@ def _write_files() -> None:
 
 def _prepare_chunk(
     config: OffloadConfig,
-    told: set[Finding],
     chunk: torch.nn.Module,
     find_engine: Callable[[], model_router.RoutedManager],
 ) -> list[Callable[[], None]]:
     """Prepare a model chunk before it runs; return functions that undo it."""
-    if config.offload_checkpoint_inputs and rank() == 0:
+    facts = SimpleNamespace(**{**vars(chunk.config), **vars(config)})
+    if config.offload_checkpoint_inputs:
         # Not an error: the settings apply to all models, and some may recompute nothing.
-        facts = SimpleNamespace(**{**vars(config), **vars(chunk.config)})
-        for finding in check_rules(CHECKPOINT_RULES, facts):
-            if finding not in told:
-                told.add(finding)
-                logger.warning("%s: %s", type(chunk).__name__, finding.text)
+        warn_once(check_rules(CHECKPOINT_RULES, facts))
     if not moves_in_layer_graphs(chunk.config):
         return []
-    facts = SimpleNamespace(**{**vars(chunk.config), **vars(config)})
     warn_once(check_options_in_graphs(facts, torch.cuda.is_available()))
     from megatron.slipstream.integration.graph_layers import offload_in_graphs
     from megatron.slipstream.integration.packed_layer_graphs import take_packed_sequences

@@ -140,7 +140,7 @@ _NOT_MODELLED = (
     *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute"),
     *("moe_paged_stash", "moe_expert_rank_capacity_factor", "fused_residual_rmsnorm"),
     *("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
-    *("use_kitchen_attention", "hybrid_context_parallel", "logits_load_dir", "perform_rl"),
+    *("use_kitchen_attention", "hybrid_context_parallel", "logits_load_dir", "perform_rl_step"),
     *("heterogeneous_layers_config_encoded_json", "use_fused_weighted_squared_relu"),
     *("overlap_dispatch_backward_with_experts_wgrad", "offload_checkpoint_inputs"),
 )

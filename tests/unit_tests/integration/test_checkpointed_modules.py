@@ -12,6 +12,7 @@ from model_case import ModelCase
 from ranks import run_ranks
 from tiny_gpt import build_chunks, initialize, make_config, train
 
+from megatron.slipstream import rules
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import CHECKPOINT_INPUTS
 from megatron.slipstream.integration import install
@@ -62,6 +63,7 @@ def train_all(rank: int, num_ranks: int, port: int) -> dict[tuple[str, Optional[
                 options |= {"recompute_granularity": "selective", "recompute_modules": [name]}
             case = ModelCase(kind, num_layers=2, overrides=options)
             words.said.clear()
+            rules._said.clear()
             install.install(OffloadConfig(offload_backend="cpu", offload_checkpoint_inputs=True))
             try:
                 config = make_config(case, ("core_attn",))

@@ -53,8 +53,8 @@ class OffloadOptions(TypedDict, total=False):
     """Delay the copies of eager groups until the next CUDA graph is launched. Since megatron-core
     0.19."""
     fine_grained_offloading_max_inflight_offloads: Optional[int]
-    """Option of megatron-core's own engine, since 0.18. Slipstream plans the lag of copies and
-    refuses this option."""
+    """Maximum number of D2H copies of each module that compute has not waited for; None for no
+    limit. Plans keep to it. Since megatron-core 0.18."""
 
 
 DEFAULTS: Mapping[str, Any] = {

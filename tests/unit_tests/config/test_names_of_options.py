@@ -1,0 +1,101 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""An option that is read by name exists: ``getattr`` with a default, or a rule, hides a slip."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from megatron.core.transformer import TransformerConfig
+
+from megatron.slipstream.chunk_graphs import options as chunk_graphs
+from megatron.slipstream.config import RULES, OffloadConfig
+from megatron.slipstream.context_parallel.options import DYNAMIC_RULES
+from megatron.slipstream.experts import options as experts
+from megatron.slipstream.integration import checks, model_arguments
+from megatron.slipstream.integration.attach.handle import ATTACH_RULES
+from megatron.slipstream.integration.flag_names import known_flags
+from megatron.slipstream.model_rules import CHECKPOINT_RULES, GRAPH_RULES, MODEL_RULES
+from megatron.slipstream.packed_sequences.options import PACKING_RULES
+from megatron.slipstream.patches import releases
+from megatron.slipstream.rules import Rule
+
+PACKAGE = Path(__file__).parents[3] / "megatron" / "slipstream"
+HOLDERS = {"args", "config", "facts", "f", "saved", "options", "c"}
+"""Names of objects with options."""
+
+OF_MODELS = {field.name for field in dataclasses.fields(TransformerConfig)}
+OPTIONS = OF_MODELS | {flag.removeprefix("--").replace("-", "_") for flag in known_flags()}
+OPTIONS |= {name.removeprefix(no) for no in ("no_", "disable_") for name in OPTIONS}
+
+NO_OPTIONS = {
+    "cuda_graph_scope": "the name of cuda_graph_modules up to 0.17",
+    "external_cuda_graph": "a former flag, which megatron still parses",
+    "padded_vocab_size": "megatron's validation sets it",
+    "iteration": "set while training",
+    "curr_iteration": "set while training",
+    "finalize": "a method of Megatron-Bridge's providers",
+    "hint_for_unknown": "an attribute of a parser of our command line",
+    "unpack_hook": "of a saved tensor",
+}
+
+
+def read_by_name() -> Iterator[tuple[str, str]]:
+    """File and name of each option that may be absent."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(
+                    func=ast.Name(id="getattr"),
+                    args=[
+                        ast.Name(id=holder) | ast.Attribute(attr=holder),
+                        ast.Constant(value=str(name)),
+                        _,
+                    ],
+                ) if holder in HOLDERS:
+                    yield str(path.relative_to(PACKAGE)), name
+
+
+FOUND = sorted(set(read_by_name()))
+
+
+@pytest.mark.skipif(not releases.models_pass_their_rank(), reason="options of the newest release")
+@pytest.mark.parametrize("file, name", FOUND)
+def test_an_option_that_may_be_absent_is_one_of_the_newest_release(file: str, name: str) -> None:
+    assert name in OPTIONS or name in NO_OPTIONS
+    if file == "model_rules.py" and name not in {"cuda_graph_granularity", *NO_OPTIONS}:
+        # Its facts may be a model's configuration alone.
+        own = {field.name for field in dataclasses.fields(OffloadConfig)}
+        assert name in OF_MODELS | own
+
+
+def test_options_are_found() -> None:
+    assert len(FOUND) > 15
+
+
+TABLES = {
+    "offload": RULES,
+    "model": MODEL_RULES,
+    "checkpoints": CHECKPOINT_RULES,
+    "graphs": GRAPH_RULES,
+    "attach": ATTACH_RULES,
+    "machine": checks.MACHINE_RULES,
+    "chunk graphs": chunk_graphs.CHUNK_GRAPH_RULES,
+    "packing": PACKING_RULES,
+    "dynamic": DYNAMIC_RULES,
+    "experts": experts.EXPERT_RULES,
+    "plan": model_arguments.PLAN_RULES,
+}
+
+
+@pytest.mark.skipif(not releases.models_pass_their_rank(), reason="options of the newest release")
+@pytest.mark.parametrize("table", TABLES)
+def test_a_rule_is_about_an_option_that_there_is(table: str) -> None:
+    """``facts_of`` makes None of an option that nothing has, so its rule would never speak."""
+    rules: tuple[Rule, ...] = TABLES[table]
+    others = {*chunk_graphs._OTHER_NAMES.values(), *experts._OTHER_NAMES.values(), "capability"}
+    assert {rule.name for rule in rules} - OPTIONS - others - set(NO_OPTIONS) == set()
