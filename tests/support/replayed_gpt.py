@@ -130,6 +130,8 @@ class LayersReplayed:
     """Pools of host memory of all graphs."""
     moved_bytes: int
     """Bytes that one replay of all graphs copies out."""
+    reported_bytes: int
+    """Bytes that graphs copied out in the last iteration, as the report has it."""
     num_poisoned: int
     """Number of times that graphs' memory was filled."""
     allocated_bytes: tuple[int, ...]
@@ -173,6 +175,11 @@ def compare_layers(
             num_sets=sum(len(packed.pools) for packed in layers.packed),
             num_host_pools=0 if engine is None else len(engine.graphs.pools),
             moved_bytes=moved_by_graphs(engine),
+            reported_bytes=(
+                0
+                if engine is None
+                else sum(item.d2h_bytes for item in engine.report.graphs.values())
+            ),
             num_poisoned=poison.num_filled,
             allocated_bytes=tuple(layers.allocated_bytes),
         )

@@ -164,7 +164,12 @@ def test_figures_of_replays_are_those_of_the_iteration(backend: str) -> None:
 
 
 def test_engines_in_graphs_have_the_policy_of_the_model_and_the_settings_of_the_process() -> None:
-    config = OffloadConfig(offload_backend="cpu", offload_release_lag=3, offload_prefetch_depth=2)
+    config = OffloadConfig(
+        offload_backend="cpu",
+        offload_release_lag=3,
+        offload_prefetch_depth=2,
+        offload_nvtx_ranges=True,
+    )
     found = _of_one_rank(config, **POLICY)
     planning, *slots = found.options
     assert len(slots) == 1
@@ -174,6 +179,8 @@ def test_engines_in_graphs_have_the_policy_of_the_model_and_the_settings_of_the_
         assert options.max_inflight_offloads == 0
         assert options.release_lag == 3
         assert options.prefetch_depth == 2
+    warned = "offload_nvtx_ranges=True has no effect inside CUDA graphs of chunks"
+    assert len(_starting_with(warned, found.messages)) == 1
 
 
 def test_a_policy_has_every_option_of_the_model() -> None:
@@ -232,3 +239,16 @@ def test_a_limit_is_named_as_it_was_set() -> None:
     for warning in warnings:
         assert warning.startswith("offload_host_memory_limit_bytes=40000 (39.1 KiB)")
     assert any(" of it for this use, is less than" in warning for warning in warnings)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_passes_before_the_capture_are_verified_and_figures_count_replays() -> None:
+    found = _of_one_rank(OffloadConfig(offload_verify=3))
+    assert found.error is None
+    assert found.num_verified > 0
+    assert not found.poisons
+    per_micro_batch = found.reported_bytes[1] // COUNTS[1]
+    assert per_micro_batch > 0
+    assert found.reported_bytes[1:] == [per_micro_batch * count for count in COUNTS[1:]]
+    (warning,) = [m for m in found.messages if m.startswith("offload_verify=3 has no effect")]
+    assert "inside CUDA graphs of chunks" in warning

@@ -24,6 +24,7 @@ from tiny_gpt import ModelCase, build_chunks, initialize, make_config, train
 from toy_model import SCHEDULES, make_chunks, run_schedule
 
 from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import NUM_UNTIL_TIMED
 from megatron.slipstream.integration import graph_goals
@@ -49,8 +50,6 @@ def _capture_by_hand(case: ModelCase, layers: Any) -> None:
     """Transformer Engine's warm-up and capture of forward."""
     from megatron.core.transformer import cuda_graphs, transformer_layer
 
-    from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-
     x = torch.randn(case.seq_length, case.micro_batch_size, case.hidden_size)
     options = {"attention_mask": _mask(x)}
     with contextlib.ExitStack() as stack:
@@ -65,9 +64,18 @@ def _capture_by_hand(case: ModelCase, layers: Any) -> None:
 
 
 def _follow(
-    rank: int, world_size: int, port: int, case: ModelCase, num_steps: int, goal: dict[str, Any]
+    rank: int,
+    world_size: int,
+    port: int,
+    case: ModelCase,
+    num_steps: int,
+    goal: dict[str, Any],
+    is_late: bool = False,
 ) -> tuple[bool, bool, int, list[str]]:
-    """Whether the plan has times and graphs move anything, how much it moves, and warnings."""
+    """Whether the plan has times and graphs move anything, how much it moves, and warnings.
+
+    With ``is_late``, the device finishes all iterations only before the capture.
+    """
     from megatron.slipstream.integration import install
     from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 
@@ -85,8 +93,10 @@ def _follow(
         manager.store.backend.meter = meter  # type: ignore[attr-defined]
         config = make_config(case, MODULES)
         chunks = build_chunks(case, config)
-        train(case, config, chunks, (2,) * num_steps)
+        CpuBackend.has_come = not is_late  # type: ignore[attr-defined]
         logging.getLogger("megatron.slipstream").addHandler(Log(logging.WARNING))
+        train(case, config, chunks, (2,) * num_steps)
+        CpuBackend.has_come = True  # type: ignore[attr-defined]
         if case.is_packed:
             accumulators = prepare_unwrapped(chunks)
             helper = capture_layers(case, config, chunks, 2)
@@ -103,11 +113,20 @@ def _follow(
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize("goal", GOALS)
-@pytest.mark.parametrize("kind", CASES)
-def test_graphs_that_are_captured_late_enough_follow_the_goal(kind: str, goal: str) -> None:
+@pytest.mark.parametrize(
+    "kind, goal, is_late",
+    [
+        ("layers", "target", False),
+        ("layers", "target", True),
+        ("layers", "overhead", False),
+        ("packed layers", "target", False),
+    ],
+)
+def test_graphs_that_are_captured_late_enough_follow_the_goal(
+    kind: str, goal: str, is_late: bool
+) -> None:
     ((is_timed, moves, nbytes, warnings),) = run_ranks(
-        1, _follow, CASES[kind], NUM_UNTIL_TIMED, GOALS[goal]
+        1, _follow, CASES[kind], NUM_UNTIL_TIMED, GOALS[goal], is_late
     )
     assert is_timed
     assert moves == (nbytes > 0)
@@ -121,13 +140,15 @@ def test_graphs_that_are_captured_late_enough_follow_the_goal(kind: str, goal: s
 def test_graphs_that_are_captured_too_early_move_everything_and_a_warning_says_so(
     kind: str,
 ) -> None:
-    ((is_timed, moves, nbytes, warnings),) = run_ranks(1, _follow, CASES[kind], 3, MET)
+    settings = {**MET, "offload_release_lag": 2}
+    ((is_timed, moves, nbytes, warnings),) = run_ranks(1, _follow, CASES[kind], 3, settings)
     assert not is_timed
     assert moves
     (warning,) = [text for text in warnings if "is not followed" in text]
     assert "offload_target_memory_gib=1000 is not followed inside CUDA graphs of layers" in warning
     assert "captured after 3 iterations" in warning
     assert f"set cuda_graph_warmup_steps to at least {NUM_UNTIL_TIMED}" in warning
+    assert [text for text in warnings if "offload_release_lag=2 has no effect inside" in text]
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["", "times come last"])

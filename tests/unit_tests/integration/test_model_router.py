@@ -491,6 +491,10 @@ def test_models_with_layers_in_graphs_have_engines_of_their_own(router: Any) -> 
         chunk.config.cuda_graph_impl = "transformer_engine"
     first, second = map(router.manager_of, chunks)
     assert first.graphs is not second.graphs
+    plain = router.manager_of(without := Chunk())
+    tries = [manager._tuner.tries_plans for manager in (first, second, plain)]
+    assert tries == [False, False, True], "graphs cost the host nothing for each group"
+    del without
     from megatron.core.pipeline_parallel import fine_grained_activation_offload
 
     seam = fine_grained_activation_offload.PipelineOffloadManager

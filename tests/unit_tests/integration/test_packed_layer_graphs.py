@@ -96,7 +96,10 @@ def test_numbers_of_micro_batches_change(
 @pytest.mark.parametrize("name", ["dense", "MoE, attention and router", "MLA"])
 def test_offloading_inside(name: str) -> None:
     case, scope = CASES[name]
-    check(1, case, scope, (2, 3, 1), MOE_MODULES if case.kind == "moe" else DENSE_MODULES)
+    modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
+    (result,) = check(1, case, scope, (2, 1, 3), modules)
+    assert result.num_sets == 1
+    assert result.reported_bytes == 3 * result.moved_bytes, "of each micro-batch"
 
 
 def test_offloading_inside_of_a_pipeline() -> None:
