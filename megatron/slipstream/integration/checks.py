@@ -29,6 +29,7 @@ from megatron.slipstream.integration.frameworks.options import (
     OffloadOptions,
     defaults_of_later_options,
 )
+from megatron.slipstream.integration.schedule_checks import check_schedule
 from megatron.slipstream.model_rules import (
     CHECKPOINT_RULES,
     NO_EFFECT,
@@ -344,4 +345,4 @@ def _check_outputs(args: Any) -> list[Finding]:
     return findings
 
 
-RUN_CHECKS: tuple[OptionCheck, ...] = (_check_machine, _check_data, _check_outputs)
+RUN_CHECKS: tuple[OptionCheck, ...] = (_check_machine, check_schedule, _check_data, _check_outputs)
