@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from megatron.slipstream.fine_grained_activation_offload.plan_entry import (
     Phase,
     PlanEntry,
 )
+from megatron.slipstream.plan.actions import ActionKind, Plan
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.host_layout import (
@@ -295,6 +297,41 @@ def test_while_a_plan_is_followed_the_pool_is_not_asked(backend: str) -> None:
         for _ in range(3):
             assert all_equal(expected, run_schedule(chunks, SCHEDULE, manager))
     assert manager.report.total.num_groups_moved > 0
+
+
+@pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
+def test_gradients_are_right_if_nothing_comes_back_as_planned(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each group is then reloaded by its first reader, and its bytes are in use until then."""
+    (chunk,), manager = make_chunks(1), make_manager(backend)
+    schedule = SCHEDULES["1F1B first of four"]
+    expected = run_schedule([chunk], schedule, None)
+    for _ in range(4):
+        run_schedule([chunk], schedule, manager)
+
+    def without_reloads(plan: Plan) -> Plan:
+        actions = tuple(
+            tuple(action for action in due if action.kind is not ActionKind.H2D)
+            for due in plan.actions
+        )
+        changed = copy(plan)
+        vars(changed)["actions"] = actions  # a cached property
+        return changed
+
+    (entry,) = manager._cache._entries.values()
+    compile_steps, perform = manager.store.compile_steps, manager._executor.perform
+    entry.steps = compile_steps(without_reloads(entry.plan))
+    monkeypatch.setattr(
+        manager._executor,
+        "perform",
+        lambda now, action: action.kind is ActionKind.H2D or perform(now, action),
+    )
+    for _ in range(2):
+        assert manager._next_plan is entry.plan
+        assert all_equal(expected, run_schedule([chunk], schedule, manager))
+        assert manager.report.total.num_late > 0
+        assert manager.store.host_pool.in_use_bytes == 0
 
 
 @pytest.mark.parametrize("other", ["one micro-batch", "accumulation"])
