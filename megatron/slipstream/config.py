@@ -77,7 +77,7 @@ class OffloadConfig:
     offload_verify: int = 0
     """Check in the first N iterations that every tensor is reloaded unchanged, and fill freed
     device memory with NaN meanwhile. A difference ends the run and names module, layer, micro-batch
-    and stream order. Slow."""
+    and stream order. Slow. Replays of CUDA graphs are not checked, with a warning."""
 
     offload_trace_path: Optional[str] = None
     """Write the trace of an iteration (saved bytes, device memory, times, bandwidth) as JSON to
@@ -93,7 +93,7 @@ class OffloadConfig:
 
     offload_nvtx_ranges: bool = False
     """Name every copy and release with an NVTX range, for Nsight Systems. Costs the host about 10
-    us a group."""
+    us a group. Replays of CUDA graphs have none, with a warning."""
 
     def __post_init__(self) -> None:
         _check_types(self)
