@@ -30,7 +30,6 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 )
 from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.host_pool import (
-    HostAllocation,
     HostMemoryFull,
     HostPool,
 )
@@ -407,19 +406,19 @@ class ActivationStore:
                 planned.append(numbers[position] if numbers and position < len(numbers) else -1)
         if not storages:
             return
-        allocations = self._allocate(storages, planned)
-        if allocations is None:
+        if not self._allocate(storages, planned):
             self.modules[group.name].num_kept_for_host_memory += 1
             return
         current_id, current = self.backend.here()
         producers = {current_id: current}
-        for storage, allocation in zip(storages, allocations, strict=True):
+        moves = []
+        for storage, source in zip(storages, sources, strict=True):
             storage.note_stream(current_id, current)
             if len(storage.streams) > 1:
                 producers.update(storage.streams)
-            storage.allocation = allocation
             storage.note_copy_out()
-        moves = list(zip(sources, allocations, strict=True))
+            assert storage.allocation is not None
+            moves.append((source, storage.allocation))
         if self.crosses_streams:
             for source in sources:
                 self.copy_streams.note_copy_out(source)
@@ -552,32 +551,37 @@ class ActivationStore:
         self.copy_streams.finish()
         self.host_pool.trim_to(nbytes)
 
+    def recover(self) -> None:
+        """Free the memory that an exception has left in use. Call before each iteration."""
+        if self.copy_streams.keeps_memory:
+            self.copy_streams.finish()
+        if not self.host_pool.is_idle:
+            self.host_pool.recover(self.copy_streams.finish)
+
     def close(self) -> None:
         """Free the host memory. Saved tensors cannot be read afterwards."""
         self.copy_streams.finish()
         self.host_pool.close()
 
-    def _allocate(
-        self, storages: Sequence[SavedStorage], numbers: Sequence[int]
-    ) -> Optional[list[HostAllocation]]:
-        """Return a host buffer for each storage, or None if memory does not suffice for all."""
-        allocations: list[HostAllocation] = []
+    def _allocate(self, storages: Sequence[SavedStorage], numbers: Sequence[int]) -> bool:
+        """Give each storage a host buffer. If memory does not suffice for all, return False."""
         try:
             for storage, number in zip(storages, numbers, strict=True):
+                _free_buffer(storage)  # of a D2H copy that failed
                 planned = storage.pool.allocate_planned(number, storage.nbytes)
-                allocations.append(planned or storage.pool.allocate(storage.nbytes))
+                storage.own(planned or storage.pool.allocate(storage.nbytes))
         except HostMemoryFull:
-            for storage, allocation in zip(storages, allocations, strict=False):
-                storage.pool.free(allocation)
-            return None
-        return allocations
+            for storage in storages:
+                _free_buffer(storage)
+            return False
+        return True
 
     def _start_copies_in(self, storages: Sequence[SavedStorage]) -> None:
         """HOST to RELOADING, in one batch."""
         # Allocate everything before any state changes: the device may be out of memory.
         memory = [self.backend.allocate_device(s.nbytes, s.device) for s in storages]
         moves = [
-            (Bytes(returned, 0, storage.nbytes), storage.take_allocation())
+            (Bytes(returned, 0, storage.nbytes), storage.buffer_to_read())
             for storage, returned in zip(storages, memory, strict=True)
         ]
         verify = None
@@ -592,7 +596,8 @@ class ActivationStore:
             storage.returned, storage.in_signal = destination.storage, signal
             storage.returned_on = here
             storage.move_to(Residence.RELOADING)
-            storage.pool.free(allocation)
+            allocation.in_flight = None
+            _free_buffer(storage)
             counters = self.modules[storage.owner.name]
             counters.h2d_bytes += destination.nbytes
             counters.h2d_copies += 1
@@ -614,6 +619,12 @@ class ActivationStore:
     def _verify_returned(self, storages: Sequence[SavedStorage]) -> None:
         if self.verifier is not None:
             self.verifier.returns(storages, self.copy_streams.h2d)
+
+
+def _free_buffer(storage: SavedStorage) -> None:
+    """Free the storage's host buffer, if it has one."""
+    if storage.allocation is not None:
+        storage.pool.free(storage.take_allocation())
 
 
 def _not_in_cpp(*_: Any) -> bool:

@@ -179,6 +179,8 @@ class CopyStreams:
         self._timings: Optional[Timings] = None
         self._to_join: dict[Hashable, Signal] = {}
         """The signal after the last copies of the graph being captured, by copy stream."""
+        self._kept: dict[int, torch.UntypedStorage] = {}
+        """Device memory to keep until the copies have ended."""
 
     @property
     def timings(self) -> Optional[Timings]:
@@ -239,27 +241,33 @@ class CopyStreams:
             self._wait(Edge.E2, stream, stream_id, last_use)
         if before is not None:
             before()
+        for source, allocation in moves:
+            allocation.in_flight = source.storage  # [Note: Copies without a signal]
         self._run([(allocation.buffer, source) for source, allocation in moves], stream)
-        return self._end(moves, stream, stream_id)
+        signal = self._end(moves, stream, stream_id)
+        for _, allocation in moves:
+            allocation.in_flight = None
+        return signal
 
-    def release(
+    def before_release(
         self,
-        memory: torch.UntypedStorage,
         copied_out: Optional[Signal],
         streams: Mapping[Hashable, Stream],
         label: str = "",
     ) -> None:
-        """Release device memory after its D2H copy. The caller deletes its last reference.
+        """Order the streams that may reuse device memory next after its D2H copy.
 
         Args:
-            memory: The source of the copy.
             copied_out: The signal after the copy.
-            streams: The streams, by id, that may reuse the memory next and must wait.
+            streams: These streams by id.
             label: The group, for timings.
         """
         if copied_out is not None:
             for stream_id, stream in streams.items():
                 self._wait(Edge.E3, stream, stream_id, copied_out, label)
+
+    def drop(self, memory: torch.UntypedStorage) -> None:
+        """Drop released device memory. The caller deletes its last reference."""
         self._backend.drop_device(memory)
 
     def empty(self, memory: torch.UntypedStorage) -> None:
@@ -281,13 +289,12 @@ class CopyStreams:
     ) -> None:
         """Order the current stream, and those that may reuse the memory next, after a D2H copy.
 
-        Like :meth:`release`, for memory that is freed at an unknown time.
+        Like :meth:`before_release`, for memory that is freed at an unknown time.
         """
         if copied_out is not None:
             stream_id = self._backend.current_stream_id()
             self._wait(Edge.E3, None, stream_id, copied_out, label)
-            for stream_id, stream in streams.items():
-                self._wait(Edge.E3, stream, stream_id, copied_out, label)
+            self.before_release(copied_out, streams, label)
 
     def copy_in(
         self,
@@ -307,7 +314,8 @@ class CopyStreams:
 
         Returns:
             The signal after the copies. The device memory must be kept until something has waited
-            for it (:meth:`before_use` or :meth:`abandon`).
+            for it (:meth:`before_use` or :meth:`abandon`). The buffers are ``in_flight`` until the
+            caller has noted the signal.
         """
         current_id, current = here
         for signal in _latest(copied_out):
@@ -317,6 +325,8 @@ class CopyStreams:
         stream, stream_id = self.h2d, self._h2d_id
         self._wait(Edge.E4, stream, stream_id, self._signal(current, current_id))
         copies = [(destination, allocation.buffer) for destination, allocation in moves]
+        for destination, allocation in moves:
+            allocation.in_flight = destination.storage  # [Note: Copies without a signal]
         self._run(copies, stream)
         if after is not None:
             after()
@@ -357,8 +367,19 @@ class CopyStreams:
         if memory is None or copied_in is None or allocated_for is None:
             return
         stream_id, stream = allocated_for
+        self.keep_until_finished(memory)  # unless the wait is issued
         self._wait(Edge.E6, stream, stream_id, copied_in)
+        del self._kept[id(memory)]
         self._backend.drop_device(memory)
+
+    def keep_until_finished(self, memory: torch.UntypedStorage) -> None:
+        """Keep device memory that copies may write, although nothing waits for them."""
+        self._kept[id(memory)] = memory
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether device memory is kept until :meth:`finish`."""
+        return bool(self._kept)
 
     def outlast(self, signals: Iterable[Signal]) -> None:
         """Block the host until the copies before ``signals`` have ended. Adds no stream ordering.
@@ -392,6 +413,7 @@ class CopyStreams:
         """Block the host until both streams are idle."""
         for stream in (self.d2h, self.h2d):
             self._wait_on_host(Edge.E7, stream)
+        self._kept.clear()
 
     def begin_measurement(self) -> None:
         """Block the host until copies may use memory that was in use until now."""
@@ -445,8 +467,14 @@ class CopyStreams:
         label: str = "",
     ) -> None:
         """Make a stream (the current one if None) wait, unless it has waited already."""
-        if not self._waits.is_due(stream_id, signal):
-            return
+        try:
+            if self._waits.is_due(stream_id, signal):
+                self._issue_wait(edge, stream, signal, label)
+        except BaseException:
+            self._waits.forget()  # It may not have been issued.
+            raise
+
+    def _issue_wait(self, edge: Edge, stream: Optional[Stream], signal: Signal, label: str) -> None:
         if stream is None:
             stream = self._backend.current_stream()
         timings = self._open_timings() if edge in _STALLS else None

@@ -439,6 +439,7 @@ class OffloadEngine:
         gradients = self.store.backend.gradients
         if self._report.num_iterations == 1 and gradients is not None:
             self._tuner.resident_gradient_bytes = gradients.count()
+        self.store.recover()
         self._executor.begin(self._now, self._next_plan)
 
     def _finish_iteration(self) -> None:

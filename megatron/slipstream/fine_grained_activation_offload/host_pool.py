@@ -19,6 +19,13 @@ request rebuilds them from the buffers in use. A planned buffer is not given out
 user of its bytes is still to be allocated or freed. So each user of a byte waits for the previous
 one, as planned, and the first user waits for all copies of earlier iterations.
 
+[Note: Copies without a signal]
+An exception (device memory runs out, the user interrupts) may come between a copy and its signal.
+The buffer, and the device memory that the copy writes, may then be in use until the host has waited
+for the copy streams. Such a buffer says so in ``in_flight``. When it is freed, it stays in use
+until :meth:`HostPool.recover`, which the engine calls before the next iteration. That also frees
+buffers that an exception has left without an owner.
+
 [Note: Waste of host memory]
 Pinned memory beyond the requested bytes has three parts. *Slack*: requests are rounded up to a size
 class, by less than a sixteenth for 8 KiB or more. *Unusable*: memory that was free when a slab was
@@ -38,8 +45,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -89,6 +97,17 @@ class HostAllocation:
     last_use: tuple[Any, ...] = ()
     """The signals after the last copies that read or write bytes of the buffer; empty if there
     were none."""
+    in_flight: Optional[torch.UntypedStorage] = None
+    """Device memory of copies of the buffer for which there is no signal yet: [Note: Copies without
+    a signal]."""
+    owner: Optional[weakref.ref[Any]] = None
+    """The storage that holds the buffer."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no storage holds it, so that nothing will free it."""
+        owner = None if self.owner is None else self.owner()
+        return owner is None or owner.allocation is not self
 
 
 class InUse(NamedTuple):
@@ -207,9 +226,27 @@ class Layout:
         self._note_last_use(allocation.last_use)
         self._usage.remove(in_use.stop - in_use.start, in_use.nbytes)
 
-    def in_use(self) -> list[InUse]:
-        """Return the buffers in use."""
-        return list(self._in_use.values())
+    def take_in_use(self) -> list[InUse]:
+        """Return the buffers in use, which the layout then no longer holds."""
+        in_use, self._in_use = list(self._in_use.values()), {}
+        return in_use
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no buffer is in use."""
+        return not self._in_use
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether buffers are in use that no storage holds."""
+        return any(item.allocation.is_lost for item in self._in_use.values())
+
+    def free_lost(self) -> None:
+        """Free the buffers that no storage holds. No copy may be using them."""
+        for item in list(self._in_use.values()):
+            if item.allocation.is_lost:
+                item.allocation.last_use = ()
+                self.free(item.allocation)
 
     def _note_last_use(self, signals: Iterable[Any]) -> None:
         for signal in signals:
@@ -258,6 +295,8 @@ class HostPool:
         """Buffers in use, by the identity of the allocation, except those of :attr:`layout`."""
         self._returned: deque[HostAllocation] = deque()
         """Returned buffers that are not yet free: see :meth:`free`."""
+        self._unsettled: list[HostAllocation] = []
+        """Returned buffers that copies may still use: [Note: Copies without a signal]."""
         self._is_busy = False
         self.layout: Any = None
         """The :class:`Layout` being followed; None after an unplanned request."""
@@ -317,8 +356,8 @@ class HostPool:
         """
         if self._returned:
             self._take_back()
-        self._is_busy = True
         try:
+            self._is_busy = True
             self._leave_layout()
             return self._allocate_span(nbytes)
         finally:
@@ -366,7 +405,7 @@ class HostPool:
         if layout is None:
             return
         layout.is_followed = False
-        for in_use in layout.in_use():
+        for in_use in layout.take_in_use():
             self._in_use[id(in_use[0])] = InUse(*in_use)
         events = layout.newest
         self._free = FreeRanges()
@@ -394,12 +433,43 @@ class HostPool:
         the garbage collector may delete a storage in a reference cycle left by an exception. The
         buffer is then freed slightly later.
         """
+        if allocation.in_flight is not None:
+            self._unsettled.append(allocation)
+            return
         self._returned.append(allocation)
         self._take_back()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no buffer is in use."""
+        return not (self._usage.in_use or self._in_use)
+
+    def recover(self, finish: Callable[[], None]) -> None:
+        """Free the buffers that an exception has left in use. Call between iterations.
+
+        Args:
+            finish: Blocks the host until every copy has completed (edge E7).
+        """
+        self._is_busy = False
+        lost = [item.allocation for item in self._in_use.values() if item.allocation.is_lost]
+        layout_has_lost = self.layout is not None and self.layout.has_lost
+        if self._unsettled or lost or layout_has_lost:
+            finish()
+            unsettled, self._unsettled = self._unsettled, []
+            for allocation in {id(one): one for one in (*unsettled, *lost)}.values():
+                allocation.in_flight, allocation.last_use = None, ()
+                self.free(allocation)
+            if self.layout is not None:
+                self.layout.free_lost()
+        self._take_back()
+        if not self._in_use and (self.layout is None or self.layout.is_idle):
+            # An interrupt may have come between a buffer and its count.
+            self._usage.remove(self._usage.in_use, self._usage.requested)
 
     def close(self) -> None:
         """Return all memory to the system. Every copy must have completed (edge E7)."""
         self._in_use.clear()
+        self._unsettled.clear()
         if self.layout is not None:
             self.layout.is_followed = False
             self.layout = None
@@ -452,8 +522,8 @@ class HostPool:
         """Free returned buffers, unless a method is changing the free memory."""
         if self._is_busy:
             return
-        self._is_busy = True
         try:
+            self._is_busy = True
             while self._returned:
                 self._free_buffer(self._returned.popleft())
         finally:

@@ -155,6 +155,7 @@ class PipelineOffloadManager(OffloadEngine):
     def begin_pass(self, vp_stage: int, policy: PassPolicy, pp_rank: int = 0) -> None:
         """Begin a pass: see :meth:`OffloadEngine.begin_pass`."""
         if self._is_training_forward():
+            self._leave_open_regions()
             self.graphs.close()
             self.graphs.min_numel = policy.min_numel
         super().begin_pass(vp_stage, policy, pp_rank)
@@ -245,12 +246,13 @@ class PipelineOffloadManager(OffloadEngine):
         """Leave the region."""
         if self.store.leave(self):
             return
-        entered = self._regions.pop()
+        entered = self._regions[-1]
         if isinstance(entered, tuple):
             hooks, before = entered
             hooks.__exit__()
             if self.region_flag is not None:
                 self.region_flag.set(before)
+        self._regions.pop()
 
     def _enter_region(self, flag: Optional[RegionFlag]) -> None:
         """Enter the region of the last started group.
@@ -263,11 +265,22 @@ class PipelineOffloadManager(OffloadEngine):
             self._regions.append(None)
             return
         hooks = saved_tensors_hooks(*self.store.hooks(group, self))
-        hooks.__enter__()
         before = self.region_flag is not None and self.region_flag.is_set
+        self._regions.append((hooks, before))
+        hooks.__enter__()
         if flag is not None and group.name not in flag.without:
             flag.set(True)
-        self._regions.append((hooks, before))
+
+    def _leave_open_regions(self) -> None:
+        """Leave the regions that an interrupt has left open. No pass begins inside a region."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        while hooks is not None and self.store.is_own_hook(hooks[0]):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        before = [entered for entered in self._regions if entered is not None]
+        if before and self.region_flag is not None:
+            self.region_flag.set(before[0][1] if isinstance(before[0], tuple) else before[0])
+        self._regions.clear()
 
     def _warn_of_no_groups(self) -> None:
         now = self._now

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import weakref
 from collections.abc import Hashable
 from typing import Optional
 
@@ -115,7 +116,6 @@ class SavedStorage:
         self.start, self.stop = self.storage_nbytes, 0
         self.nbytes = 0
         """Bytes that a copy moves, from start to stop; cached because it is read often."""
-        self.residence = Residence.DEVICE
         self.aliases: list[tuple[torch.Tensor, int]] = []
         """The saved tensors, detached, with their versions when saved. They lose their memory when
         it is released, but still share the version counters of the original tensors."""
@@ -148,14 +148,17 @@ class SavedStorage:
         self.pool = pool
         """The pool of its host buffer."""
         self._copies = copies
+        self.residence = Residence.DEVICE  # last, for __del__
 
     def __del__(self) -> None:
+        residence = getattr(self, "residence", None)
+        if residence is None:
+            return  # __init__ was interrupted.
         # Autograd has freed it, but a copy may still use the device memory.
-        if self.residence is Residence.OFFLOADING:
+        if residence is Residence.OFFLOADING:
             self.release()
-        elif self.residence is Residence.RELOADING:
-            returned, self.returned = self.returned, None
-            self._copies.abandon(returned, self.in_signal, self.returned_on)
+        elif residence is Residence.RELOADING:
+            self._copies.abandon(self.returned, self.in_signal, self.returned_on)
         if self.allocation is not None:
             self.pool.free(self.allocation)
 
@@ -281,16 +284,17 @@ class SavedStorage:
         Args:
             label: The group for which the compute stream waits for the D2H copy.
         """
+        self._copies.before_release(self.out_signal, self.streams, label)
         original = self.aliases[0][0].untyped_storage()
         self._original = StorageWeakRef(original)
         self._views = [_view_of(alias) for alias, _ in self.aliases]
+        self.move_to(Residence.HOST)
         for alias, _ in self.aliases:
             _drop_memory(alias)
         # [Note: Hidden leaves]
         hidden = [index for index, leaf in self._leaves.items() if empty_if_hidden(leaf)]
         self._leaves = {index: self._leaves[index] for index in hidden}
-        self.move_to(Residence.HOST)
-        self._copies.release(original, self.out_signal, self.streams, label)
+        self._copies.drop(original)
         if self.is_given_up:
             self._copies.empty(original)
 
@@ -312,6 +316,24 @@ class SavedStorage:
         if self._original is None or self.is_given_up or self._original.expired():
             return None
         return torch.UntypedStorage._new_with_weak_ptr(self._original.cdata)
+
+    def own(self, allocation: HostAllocation) -> None:
+        """Hold a host buffer from now on."""
+        allocation.owner = weakref.ref(self)
+        self.allocation = allocation
+
+    def buffer_to_read(self) -> HostAllocation:
+        """Return the host buffer, for an H2D copy.
+
+        Raises:
+            RuntimeError: An earlier H2D copy failed, after which its contents are unknown.
+        """
+        if self.allocation is None or self.allocation.in_flight is not None:
+            raise RuntimeError(
+                f"storage of {self.owner} cannot be reloaded because an earlier reload of it "
+                "failed; run forward again"
+            )
+        return self.allocation
 
     def take_allocation(self) -> HostAllocation:
         """Hand over the host buffer."""

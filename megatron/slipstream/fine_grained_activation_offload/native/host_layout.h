@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <memory>
 
 #include "waits.h"
@@ -33,13 +34,18 @@ struct HostUsage {
 class Layout;
 
 // A host buffer in use.
-struct HostAllocation {
+struct HostAllocation : std::enable_shared_from_this<HostAllocation> {
   Region buffer;
   std::vector<Signal> last_use;
+  // Device memory of copies without a signal; null if there are none.
+  c10::Storage in_flight;
   // The layout, and the index of its storage there; -1 if the pool allocated the buffer.
   std::weak_ptr<Layout> layout;
   int64_t storage = -1;
-  int64_t requested = 0;
+
+  // Whether no storage holds it, so that nothing will free it: a layout or the pool holds one
+  // reference.
+  bool is_lost() const { return weak_from_this().use_count() == 1; }
 };
 
 class Layout : public std::enable_shared_from_this<Layout> {
@@ -99,10 +105,10 @@ class Layout : public std::enable_shared_from_this<Layout> {
     allocation->buffer = {slab.storage, slab.start + buffer.start, buffer.size};
     allocation->layout = weak_from_this();
     allocation->storage = storage;
-    allocation->requested = nbytes;
     buffer.begun_in = iteration_;
     buffer.is_returned = false;
     buffer.holder = allocation;
+    buffer.requested = nbytes;
     usage_->add(buffer.size, nbytes);
     return allocation;
   }
@@ -110,29 +116,52 @@ class Layout : public std::enable_shared_from_this<Layout> {
   bool has(const HostAllocation& allocation) const {
     if (allocation.layout.lock().get() != this) return false;
     const Buffer& buffer = buffers_[allocation.storage];
-    return !buffer.is_returned && buffer.holder.lock().get() == &allocation;
+    return !buffer.is_returned && buffer.holder.get() == &allocation;
   }
 
   void free(const HostAllocation& allocation) {
     Buffer& buffer = buffers_[allocation.storage];
     buffer.is_returned = true;
     buffer.last_use = allocation.last_use;
-    buffer.holder.reset();
     for (const auto& signal : allocation.last_use) note_last_use(signal);
-    usage_->remove(buffer.size, allocation.requested);
+    buffer.holder.reset();
+    usage_->remove(buffer.size, buffer.requested);
   }
 
-  // Returns (allocation, slab, start, stop, requested bytes) for each buffer in use.
-  py::list in_use() const {
+  // Returns (allocation, slab, start, stop, requested bytes) for each buffer in use, which the
+  // layout then no longer holds.
+  py::list take_in_use() {
     py::list list;
-    for (const auto& buffer : buffers_) {
-      if (!buffer.exists || buffer.begun_in != iteration_ || buffer.is_returned) continue;
-      auto holder = buffer.holder.lock();
-      if (!holder) continue;
-      const int64_t stop = buffer.start + buffer.size, requested = holder->requested;
-      list.append(py::make_tuple(holder, buffer.slab, buffer.start, stop, requested));
+    for (auto& buffer : buffers_) {
+      if (!buffer.is_in_use(iteration_)) continue;
+      const int64_t stop = buffer.start + buffer.size;
+      list.append(py::make_tuple(std::exchange(buffer.holder, nullptr), buffer.slab, buffer.start,
+                                 stop, buffer.requested));
+      buffer.is_returned = true;
     }
     return list;
+  }
+
+  bool is_idle() const {
+    return std::none_of(buffers_.begin(), buffers_.end(), [this](const Buffer& buffer) {
+      return buffer.is_in_use(iteration_);
+    });
+  }
+
+  // Whether buffers are in use that no storage holds.
+  bool has_lost() const {
+    return std::any_of(buffers_.begin(), buffers_.end(), [this](const Buffer& buffer) {
+      return buffer.is_in_use(iteration_) && buffer.holder->is_lost();
+    });
+  }
+
+  // Frees these buffers. No copy may be using them.
+  void free_lost() {
+    for (auto& buffer : buffers_) {
+      if (!buffer.is_in_use(iteration_) || !buffer.holder->is_lost()) continue;
+      buffer.holder->last_use.clear();
+      free(*std::exchange(buffer.holder, nullptr));
+    }
   }
 
  private:
@@ -147,7 +176,12 @@ class Layout : public std::enable_shared_from_this<Layout> {
     int64_t begun_in = 0;
     bool is_returned = true;
     std::vector<Signal> last_use;
-    std::weak_ptr<HostAllocation> holder;
+    std::shared_ptr<HostAllocation> holder;
+    int64_t requested = 0;
+
+    bool is_in_use(int64_t iteration) const {
+      return exists && begun_in == iteration && !is_returned;
+    }
   };
 
   static bool has_size(Buffer& buffer, int64_t nbytes) {

@@ -95,7 +95,15 @@ void bind_host_layout(py::module_& module) {
           [](const HostAllocation& allocation) { return tuple_of(allocation.last_use); },
           [](HostAllocation& allocation, const py::iterable& signals) {
             allocation.last_use = signals_of(signals);
-          });
+          })
+      .def_property(
+          "in_flight",
+          [](const HostAllocation& allocation) { return storage_or_none(allocation.in_flight); },
+          [](HostAllocation& allocation, const py::object& memory) {
+            allocation.in_flight =
+                memory.is_none() ? c10::Storage() : THPStorage_Unpack(memory.ptr());
+          })
+      .def_property_readonly("is_lost", &HostAllocation::is_lost);
 
   py::class_<Layout, std::shared_ptr<Layout>> layout_class(module, "Layout");
   class_of<Layout> = reinterpret_cast<PyTypeObject*>(layout_class.ptr());
@@ -108,7 +116,10 @@ void bind_host_layout(py::module_& module) {
       .def("allocate", &Layout::allocate)
       .def("has", &Layout::has)
       .def("free", &Layout::free)
-      .def("in_use", &Layout::in_use);
+      .def("take_in_use", &Layout::take_in_use)
+      .def_property_readonly("is_idle", &Layout::is_idle)
+      .def_property_readonly("has_lost", &Layout::has_lost)
+      .def("free_lost", &Layout::free_lost);
 }
 
 void bind_storage(py::module_& module) {
@@ -131,7 +142,12 @@ void bind_storage(py::module_& module) {
           [](Storage& storage, const py::object& memory) {
             storage.returned = memory.is_none() ? c10::Storage() : THPStorage_Unpack(memory.ptr());
           })
-      .def_readwrite("allocation", &Storage::allocation)
+      .def_readonly("allocation", &Storage::allocation)
+      .def("own",
+           [](Storage& storage, std::shared_ptr<HostAllocation> allocation) {
+             storage.allocation = std::move(allocation);
+           })
+      .def("buffer_to_read", &Storage::buffer_to_read)
       .def_property_readonly("streams", &Storage::streams_by_id)
       .def_property(
           "out_signal", [](const Storage& storage) { return signal_or_none(storage.out_signal); },

@@ -265,6 +265,14 @@ class Storage : public std::enable_shared_from_this<Storage>, Alive<Storage> {
   bool is_emptied() const { return has_lost_memory() || memory_.data() != copied_address_; }
 
   void release(const py::object& label) {
+    Waits& waits = *context_->waits;
+    const bool is_plain = waits.is_plain() && !is_given_up;
+    if (!is_plain) {
+      context_->copies.attr("before_release")(out_signal ? py::cast(*out_signal) : py::none(),
+                                              streams_by_id(), label);
+    } else if (out_signal) {
+      for (const int stream : streams) waits.wait(Edge::E3, stream, *out_signal);
+    }
     // Also prevents reuse of the StorageImpl's address, which identifies the storage.
     original_ = memory_.getWeakStorageImpl();
     for (auto& saved : saved_) saved.alias.reset();
@@ -276,18 +284,13 @@ class Storage : public std::enable_shared_from_this<Storage>, Alive<Storage> {
     move_to(Residence::HOST);
     c10::Storage memory = std::move(memory_);
     memory_ = c10::Storage();
-    Waits& waits = *context_->waits;
-    if (waits.is_plain() && !is_given_up) {
-      if (out_signal) {
-        for (const int stream : streams) waits.wait(Edge::E3, stream, *out_signal);
-      }
+    if (is_plain) {
       waits.driver->drop_device(std::move(memory));
       return;
     }
     // The Python object holds our only remaining reference, as in the Python implementation.
     const py::object object = wrap(std::move(memory));
-    context_->copies.attr("release")(object, out_signal ? py::cast(*out_signal) : py::none(),
-                                     streams_by_id(), label);
+    context_->copies.attr("drop")(object);
     if (is_given_up) context_->copies.attr("empty")(object);
   }
 
@@ -315,9 +318,19 @@ class Storage : public std::enable_shared_from_this<Storage>, Alive<Storage> {
     return std::move(allocation);
   }
 
+  // Returns the host buffer, for a copy in.
+  const std::shared_ptr<HostAllocation>& buffer_to_read() const {
+    if (!allocation || allocation->in_flight) {
+      throw std::runtime_error("storage of " + std::string(py::str(label())) +
+                               " cannot be reloaded because an earlier reload of it failed; run "
+                               "forward again");
+    }
+    return allocation;
+  }
+
   void free(std::shared_ptr<HostAllocation> buffer) {
     const auto layout = buffer->layout.lock();
-    if (layout && layout->is_followed && layout->has(*buffer)) {
+    if (layout && !buffer->in_flight && layout->is_followed && layout->has(*buffer)) {
       layout->free(*buffer);
     } else {
       pool.attr("free")(buffer);
@@ -384,7 +397,12 @@ class Storage : public std::enable_shared_from_this<Storage>, Alive<Storage> {
     c10::Storage memory = std::move(returned);
     returned = c10::Storage();
     if (waits.is_plain() && in_signal && returned_on >= 0) {
-      waits.wait(Edge::E6, returned_on, *in_signal);
+      try {
+        waits.wait(Edge::E6, returned_on, *in_signal);
+      } catch (...) {
+        context_->copies.attr("keep_until_finished")(wrap(std::move(memory)));
+        throw;
+      }
       waits.driver->drop_device(std::move(memory));
       return;
     }

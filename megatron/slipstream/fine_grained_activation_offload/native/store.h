@@ -257,6 +257,7 @@ class Store : Alive<Store> {
     try {
       for (size_t index = 0; index < storages.size(); ++index) {
         Storage& storage = *storages[index];
+        if (storage.allocation) storage.free(storage.take_allocation());  // of a copy that failed
         const py::object layout = GET(storage.pool, "layout");
         if (!layout.is_none()) {
           storage.allocation = inside<Layout>(layout).allocate(planned[index], storage.nbytes);
@@ -312,12 +313,26 @@ class Store : Alive<Store> {
       waits_->wait(Edge::E1, d2h(), signal);
     }
     for (auto& use : last_uses) waits_->wait(Edge::E2, d2h(), use);
-    driver().copy(copies, d2h());
-    const Signal signal = waits_->record(d2h());
+    const Signal signal = run(d2h(), [&] { driver().copy(copies, d2h()); }, [&](size_t index) {
+      storages[index]->allocation->in_flight = copies[index].source.storage;
+    }, storages.size());
     for (const auto& storage : storages) {
       storage->allocation->last_use = {signal};
       storage->out_signal = signal;
       storage->move_to(Residence::OFFLOADING);
+    }
+  }
+
+  // Issues copies, and returns the signal after them. `mark` notes that a copy may have no signal:
+  // [Note: Copies without a signal] in host_pool.py.
+  template <typename Issue, typename Mark>
+  Signal run(int stream, const Issue& issue, const Mark& mark, size_t number) {
+    try {
+      issue();
+      return waits_->record(stream);
+    } catch (...) {
+      for (size_t index = 0; index < number; ++index) mark(index);
+      throw;
     }
   }
 
@@ -326,7 +341,7 @@ class Store : Alive<Store> {
     std::vector<Copy> copies;
     for (const auto& storage : storages) {
       c10::Storage memory = driver().allocate(storage->nbytes, storage->device());
-      copies.push_back({{std::move(memory), 0, storage->nbytes}, storage->allocation->buffer});
+      copies.push_back({{std::move(memory), 0, storage->nbytes}, storage->buffer_to_read()->buffer});
     }
     const int here = driver().current();
     std::vector<Signal> copied_out;
@@ -337,9 +352,13 @@ class Store : Alive<Store> {
     for (auto& signal : copied_out) waits_->wait(Edge::E3, here, signal);
     Signal begun = waits_->record(here);
     waits_->wait(Edge::E4, h2d(), begun);
-    driver().copy(copies, h2d());
-    driver().drop_host_contents(copies, h2d());
-    const Signal signal = waits_->record(h2d());
+    const auto issue = [&] {
+      driver().copy(copies, h2d());
+      driver().drop_host_contents(copies, h2d());
+    };
+    const Signal signal = run(h2d(), issue, [&](size_t index) {
+      storages[index]->allocation->in_flight = copies[index].to.storage;
+    }, storages.size());
     for (size_t index = 0; index < storages.size(); ++index) {
       Storage& storage = *storages[index];
       auto allocation = storage.take_allocation();

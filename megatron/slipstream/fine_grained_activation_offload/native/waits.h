@@ -58,7 +58,13 @@ class Waits {
   }
 
   void wait(Edge edge, int stream, Signal& signal) {
-    if (is_due(stream, signal)) driver->wait(edge, stream, signal.event);
+    if (!is_due(stream, signal)) return;
+    try {
+      driver->wait(edge, stream, signal.event);
+    } catch (...) {
+      forget();  // It may not have been issued.
+      throw;
+    }
   }
 
   // Adds `signal`, keeping only the latest signal of each stream and graph.

@@ -1,0 +1,114 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Raises at one place of an iteration: at a call of the backend, or at a line of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import megatron.slipstream.fine_grained_activation_offload as engine
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+
+ENGINE = str(Path(engine.__file__).parent)
+DEVICES = ("backend.py", "backends.py", "cpu_backends.py", "cuda_backend.py")
+"""Files that imitate or call a device, whose calls are not interrupted halfway."""
+
+
+QUERIES = frozenset(
+    ("manages", "current_stream", "current_stream_id", "stream_id", "here", "memory")
+    + ("peak_bytes", "obtainable_bytes", "is_capturing", "profiler_range", "elapsed_ms")
+)
+"""Methods of a backend that change nothing, so that a fault after one is a fault before it."""
+
+
+class Fault(BaseException):
+    """Raised at the place. Like an interrupt, it is not an ``Exception``."""
+
+
+class Place:
+    """Counts places, and raises at one of them.
+
+    Args:
+        number: The place at which to raise, from 0.
+        is_after: Whether a call raises when it has done its work, not before.
+    """
+
+    def __init__(self, number: int, is_after: bool = False) -> None:
+        self._number = number
+        self._is_after = is_after
+        self.num_passed = 0
+        self.line = ""
+        """The line that raised, if lines are the places."""
+
+    @property
+    def is_reached(self) -> bool:
+        return self.num_passed > self._number
+
+    def come(self) -> bool:
+        """Whether to raise here."""
+        self.num_passed += 1
+        return self.num_passed == self._number + 1
+
+    @contextlib.contextmanager
+    def among_calls(self, backend: Backend) -> Iterator[None]:
+        """Within the context, the calls of the backend's methods are the places."""
+        names = [name for name in dir(Backend) if callable(getattr(Backend, name))]
+        names = [name for name in names if not name.startswith("_")]
+        if self._is_after:
+            names = [name for name in names if name not in QUERIES]
+        for name in names:
+            setattr(backend, name, self._failing(getattr(backend, name)))
+        try:
+            yield
+        finally:
+            for name in names:
+                delattr(backend, name)
+
+    def _failing(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(*arguments: Any, **options: Any) -> Any:
+            is_here = self.come()
+            if is_here and not self._is_after:
+                raise Fault
+            result = method(*arguments, **options)
+            if is_here:
+                raise Fault
+            return result
+
+        return failing
+
+    @contextlib.contextmanager
+    def among_lines(self) -> Iterator[None]:
+        """Within the context, the engine's lines in Python are the places, as of a signal."""
+        before = sys.gettrace()
+
+        def trace(frame: FrameType, _: str, __: Any) -> Any:
+            file = frame.f_code.co_filename
+            if not file.startswith(ENGINE) or file.endswith(DEVICES):
+                return None
+            return on_line
+
+        def on_line(frame: FrameType, event: str, _: Any) -> Any:
+            if event == "line" and not is_in_device(frame) and self.come():
+                self.line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise Fault
+            return on_line
+
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+def is_in_device(frame: FrameType | None) -> bool:
+    """Whether a call of the device is running."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(DEVICES):
+            return True
+        frame = frame.f_back
+    return False

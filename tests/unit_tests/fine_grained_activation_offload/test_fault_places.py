@@ -1,0 +1,109 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""An exception at any place leaves the next iteration right, and nothing in use."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fault_places import Fault, Place
+from hand_driven import LAZY_NATIVE
+from toy_model import all_equal, make_chunks, make_manager, run_schedule
+
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+
+SCHEDULE = "F0.0 F0.1 B0.0 B0.1"
+BACKENDS = ["cpu-lazy", LAZY_NATIVE]
+NUM_BEFORE = 6
+"""Iterations after which plan, host layout and C++ steps are followed."""
+
+
+@pytest.fixture(autouse=True)
+def unraised(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Destructors cannot raise; nothing else than the fault may occur in them."""
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: seen.append(args.exc_value))
+    yield
+    assert [error for error in seen if not isinstance(error, Fault)] == []
+
+
+class Rig:
+    """A chunk, an engine, and what a right iteration gives."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self.chunks = make_chunks(1, num_layers=2)
+        self.expected = run_schedule(self.chunks, SCHEDULE, None)
+        self.manager: Any = None
+
+    def renew(self, num_before: int) -> PipelineOffloadManager:
+        """A new engine, after as many iterations."""
+        if self.manager is not None:
+            self.manager.close()
+        self.manager = make_manager(self._backend)
+        for _ in range(num_before):
+            assert self.is_right()
+        return self.manager
+
+    def is_right(self) -> bool:
+        return all_equal(self.expected, run_schedule(self.chunks, SCHEDULE, self.manager))
+
+    def fail(self, place: contextlib.AbstractContextManager[None]) -> None:
+        """An iteration that raises at the place, or goes on if a destructor did."""
+        with place, contextlib.suppress(Fault):
+            assert self.is_right()
+
+    def assert_recovers(self) -> None:
+        assert self.is_right()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        store = self.manager.store
+        assert store.host_pool.in_use_bytes == 0
+        assert store.host_pool.is_idle
+        assert not store.copy_streams.keeps_memory
+
+
+def sweep(rig: Rig, num_before: int, stride: int, kind: str, is_after: bool = False) -> int:
+    """Raise at every ``stride``-th place of the iteration after ``num_before``. Returns how many.
+
+    Places are the backend's ``calls`` or the engine's ``lines``.
+    """
+    manager = rig.renew(num_before)
+    for number in itertools.count(step=stride):
+        place = Place(number, is_after)
+        is_call = kind == "calls"
+        rig.fail(place.among_calls(manager.store.backend) if is_call else place.among_lines())
+        if not place.is_reached:
+            return number // stride
+        try:
+            rig.assert_recovers()
+        except BaseException as error:
+            raise AssertionError(f"after a fault at place {number} {place.line}") from error
+        if not num_before:
+            manager = rig.renew(0)
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "num_before, stride", [(0, 7), (NUM_BEFORE, 1)], ids=["recording", "following a plan"]
+)
+@pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_call_of_the_backend_raises(
+    backend: str, is_after: bool, num_before: int, stride: int
+) -> None:
+    assert sweep(Rig(backend), num_before, stride, "calls", is_after) > 10
+
+
+@pytest.mark.parametrize(
+    "num_before, stride", [(0, 401), (NUM_BEFORE, 17)], ids=["recording", "following a plan"]
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_interrupt_at_a_line_of_the_engine(backend: str, num_before: int, stride: int) -> None:
+    """Lines of Python: an interrupt by a signal comes between any two of its instructions."""
+    assert sweep(Rig(backend), num_before, stride, "lines") > 10
