@@ -244,8 +244,11 @@ class SlotOffloading:
         if plan is not None:
             self._memory = memory
             store = engine.store
+            whole = store.host_pool.part_of
             store.host_pool.close()
             store.host_pool = memory.share_host_pool(store.backend)
+            if whole is not None:
+                whole.parts.add(store.host_pool)
             self.added_host_bytes = _hold(store.host_pool, plan)
 
     @property

@@ -50,6 +50,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
+from weakref import WeakSet
 
 import torch
 
@@ -286,6 +287,10 @@ class HostPool:
         """The limit that :attr:`limit_bytes` is a share of; None if nothing else shares it."""
         self.taken_bytes = 0
         """Bytes of the share that other pools hold, for CUDA graphs; not in ``limit_bytes``."""
+        self.part_of: Optional[HostPool] = None
+        """The pool from whose limit this one has its own; None if it has a share itself."""
+        self.parts: WeakSet[HostPool] = WeakSet()
+        """The pools that hold memory within ``limit_bytes`` beside this one."""
         self.was_refused = False
         """Whether the system has refused memory."""
         self._slabs: list[torch.Tensor] = []
@@ -320,7 +325,7 @@ class HostPool:
     @property
     def held_bytes(self) -> int:
         """Bytes of the share that cannot be given to others."""
-        return self.allocated_bytes + self.taken_bytes
+        return self.allocated_bytes + self.taken_bytes + sum(p.allocated_bytes for p in self.parts)
 
     @property
     def high_water_bytes(self) -> int:

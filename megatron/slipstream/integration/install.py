@@ -192,6 +192,7 @@ def make_graph_engine(
     arguments = (installed.store.backend, options, installed.report.rank, num_verified)
     engine = PipelineOffloadManager(*arguments, is_native=False)
     engine.store.host_pool.process_limit = installed.store.host_pool.process_limit
+    engine.store.host_pool.part_of = installed.store.host_pool
     _equip(engine, installed.config)
     return engine
 

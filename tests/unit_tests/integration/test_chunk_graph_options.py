@@ -23,6 +23,7 @@ from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
     CpuBackend,
     LazyCpuBackend,
 )
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.plan.candidates import PolicyOptions
 
@@ -54,6 +55,8 @@ class Found:
     """The same in the reports."""
     num_verified: int = 0
     """Storages that came back unchanged in graphs."""
+    host_bytes: tuple[int, int] = (0, 0)
+    """Host memory of all slots, and what is left to another engine of the process."""
     poisons: bool = False
     """Whether released memory is still filled in the end."""
     messages: list[str] = dataclasses.field(default_factory=list)
@@ -103,6 +106,7 @@ def _train(
 ) -> Found:
     from megatron.slipstream.integration import install
     from megatron.slipstream.integration.chunk_graphs import close_graphs, replay_chunks
+    from megatron.slipstream.integration.engine_setup import host_limit
 
     found, copies, engines = Found(), _Copies(), []
     copies.install()
@@ -140,6 +144,12 @@ def _train(
     except RuntimeError as error:
         found.error = str(error)
     found.poisons = manager.store.backend.poisons_dropped
+    slots = {id(engine.store.host_pool): engine.store.host_pool for engine in engines}
+    other = HostPool(CpuBackend())
+    host_limit.join(other, config.offload_host_memory_limit_bytes)
+    held = sum(pool.allocated_bytes for pool in slots.values())
+    found.host_bytes = (held, other.limit_bytes or 0)
+    host_limit.leave(other)
     close_graphs()
     install.uninstall()
     found.options = [engine.options for engine in engines]
@@ -239,6 +249,14 @@ def test_a_limit_is_named_as_it_was_set() -> None:
     for warning in warnings:
         assert warning.startswith("offload_host_memory_limit_bytes=40000 (39.1 KiB)")
     assert any(" of it for this use, is less than" in warning for warning in warnings)
+
+
+def test_memory_of_slots_counts_in_the_limit_of_the_process() -> None:
+    limit = 100_000
+    config = OffloadConfig(offload_backend="cpu", offload_host_memory_limit_bytes=limit)
+    held, left = _of_one_rank(config).host_bytes
+    assert limit // 2 < held <= limit, "more than the half that another engine would get"
+    assert left == limit - held
 
 
 @pytest.mark.gpu
