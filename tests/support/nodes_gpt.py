@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from garbage import without_garbage_collection
+from gpu_models import on_gpu
 from megatron_models import build_chunks, initialize, make_config, micro_batches, use_gpu
 from model_case import ModelCase
 
@@ -47,6 +48,7 @@ class InNodes:
     num_late: int
     num_plans: int
     peak_drop_bytes: int
+    """Measured on a CPU alone."""
     claimed_drop_bytes: int
 
 
@@ -77,6 +79,8 @@ def compare_in_nodes(
     case = CASE
     if not recomputes:
         case = replace(CASE, overrides={"overlap_moe_expert_parallel_comm": True})
+    if use_gpu():
+        case = on_gpu(case, moe_permute_fusion=True)  # The other kernels sum in any order.
     initialize(case, rank, world_size, port)
     # megatron-core caches masks and tables per process, which would count for one run only.
     _train(case, (), CpuBackend(), 1)
@@ -128,6 +132,8 @@ def _train(
             model_parallel_cuda_manual_seed(0, force_reset_rng=True)
             backend.begin_peak()
             losses = _two_micro_batches(model, list(micro_batches(case, 0, 2)))
+            if use_gpu():
+                torch.cuda.synchronize()  # The nodes' streams are not all the current one.
             peak = backend.peak_bytes()
             gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
             results += [*losses, *gradients]
@@ -173,7 +179,7 @@ def _inputs(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 @contextmanager
 def _counted(backend: Any) -> Iterator[None]:
-    if not isinstance(backend, CpuBackend):
+    if use_gpu() or not isinstance(backend, CpuBackend):
         yield
         return
     resize = torch.UntypedStorage.resize_
