@@ -147,6 +147,16 @@ POSITIONS = Rule(
 )
 
 
+ONE_SIZE = Rule(
+    "one-context-parallel-size",
+    "warning",
+    "dynamic_context_parallel=True has no effect because no size above 1 divides the number of "
+    "data- and context-parallel ranks ({num_ranks}), so documents of more than {longest} tokens "
+    "are cut",
+    "train on an even number of them, or leave dynamic_context_parallel out",
+)
+
+
 def check_dynamic_context_parallel(args: Any) -> list[Finding]:
     """Check the arguments of dynamic context parallelism.
 
@@ -162,7 +172,16 @@ def check_dynamic_context_parallel(args: Any) -> list[Finding]:
     if findings or not (_is_on(facts) and facts.data_parallel_size):
         return findings
     name = "max_dynamic_context_parallel_size"
-    return check_by(lambda: rank_limits(facts), name) or _check_positions(facts)
+    findings = check_by(lambda: rank_limits(facts), name)
+    return findings or [*_check_positions(facts), *_check_sizes(facts)]
+
+
+def _check_sizes(facts: Any) -> list[Finding]:
+    limits = rank_limits(facts)
+    # A largest size of 1 is the user's choice.
+    if limits.largest > 1 or facts.max_dynamic_context_parallel_size is not None:
+        return []
+    return [ONE_SIZE.found(num_ranks=limits.num_ranks, longest=limits.tokens_per_rank)]
 
 
 def _check_positions(facts: Any) -> list[Finding]:

@@ -15,6 +15,7 @@ from megatron.slipstream.context_parallel import options as options_module
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.options import (
     DYNAMIC_RULES,
+    ONE_SIZE,
     DynamicContextParallelOptions,
     check_dynamic_context_parallel,
     cost_model,
@@ -82,6 +83,18 @@ def test_what_dynamic_context_parallelism_does_not_go_with_is_refused(
         require(check_dynamic_context_parallel(arguments(**options)))
     assert "{" not in str(caught.value)
     assert any(option in str(caught.value) for option in options)
+
+
+@pytest.mark.parametrize("data_parallel_size", [1, 3, 7])
+def test_a_number_of_ranks_that_no_size_divides_is_warned_of(data_parallel_size: int) -> None:
+    (finding,) = check_dynamic_context_parallel(arguments(data_parallel_size=data_parallel_size))
+    assert (finding.severity, finding.rule) == ("warning", ONE_SIZE.name)
+    assert f"ranks ({data_parallel_size})" in finding.text
+    assert "more than 128 tokens are cut" in finding.text
+    chosen = arguments(data_parallel_size=data_parallel_size, max_dynamic_context_parallel_size=1)
+    even = arguments(data_parallel_size=data_parallel_size + 1)
+    for cured in (chosen, even):
+        assert check_dynamic_context_parallel(cured) == []
 
 
 def is_refused(options: dict[str, Any]) -> bool:
