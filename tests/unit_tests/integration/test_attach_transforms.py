@@ -25,6 +25,7 @@ from attached_models import (
     make_attached,
     numbers,
 )
+from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 
 Run = Callable[[torch.nn.Module], list[torch.Tensor]]
@@ -171,7 +172,7 @@ def test_modules_compiled_as_one_graph_before_they_are_attached_move() -> None:
 
 
 def short_backward(model: torch.nn.Module) -> None:
-    model(X[:1]).sum().backward()
+    model(X[:1].clone()).sum().backward()  # Not a view, which keeps all of X.
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -228,3 +229,44 @@ def test_a_saved_model_loads_without_slipstream(tmp_path: Path) -> None:
         "torch.compile(model, fullgraph=True, backend='aot_eager')(torch.ones(2, 4))\n"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=200)
+
+
+# --- compiled autograd ----------------------------------------------------------------------------
+
+
+def around_all(model: torch.nn.Module) -> list[torch.Tensor]:
+    with compiled_autograd._enable(lambda graph: graph):
+        return backward(model)
+
+
+def around_backward(model: torch.nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model(X).square().sum()
+    with compiled_autograd._enable(lambda graph: graph):
+        loss.backward()
+    return [loss.detach(), *gradients(model)]
+
+
+def by_setting(model: torch.nn.Module) -> list[torch.Tensor]:
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        return backward(model)
+
+
+@pytest.mark.parametrize("step", [around_all, around_backward, by_setting])
+def test_compiled_autograd_is_left_alone(step: Run, caplog: pytest.LogCaptureFixture) -> None:
+    plain = make(chain)
+    expected = [step(plain) for _ in range(3)]
+    model, attached = make_attached(chain, "parts.*")
+    store, num_copies = attached.engine.store, []
+    for results in expected:
+        assert equal(step(model), results)
+        num_copies.append(sum(item.d2h_copies for item in store.modules.values()))
+        assert store.host_pool.in_use_bytes == 0
+    # Around backward() only, it is not known before the first one.
+    assert (num_copies[0] > 0) is (step is around_backward)
+    assert num_copies[1:] == [num_copies[0]] * 2
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(told) == 1, told
+    assert "compiled autograd runs the backward, so nothing moves" in told[0]
+    for content in (attached.report().render(), repr(attached)):
+        assert told[0].removeprefix("attach(): ") in content

@@ -26,6 +26,7 @@ without a plan and records a new one.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Iterable
@@ -66,6 +67,20 @@ def is_transformed() -> bool:
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch.fx.experimental.proxy_tensor.get_proxy_mode() is not None
+    )
+
+
+def is_backward_compiled() -> bool:
+    """Whether compiled autograd is on, or runs this code.
+
+    It traces saved-tensor hooks and breaks the graph at each of ours, so that compiling a backward
+    takes minutes.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(
+        torch._dynamo.config.compiled_autograd
+        or getattr(compiled, "compiled_autograd_enabled", False)
+        or getattr(compiled, "in_compiled_autograd_region", False)
     )
 
 
@@ -197,14 +212,23 @@ class AttachedEngine(OffloadEngine):
         """Number of consecutive passes whose backward can no longer run."""
         self._has_warned_of_lost_passes = False
         self._is_closing = False
+        self._was_backward_compiled = False
+        """Whether compiled autograd has run a backward: the next ones may be compiled too."""
 
     @property
     def is_training_forward(self) -> bool:
         """Whether a group can begin here: gradients enabled, not suspended, not in backward.
 
-        ``torch.func`` transforms are excluded, since their tensors are wrappers without storage.
+        ``torch.func`` transforms are excluded, since their tensors are wrappers without storage,
+        and so is compiled autograd.
         """
-        return self._is_training_forward() and not is_transformed()
+        is_plain = not is_transformed() and not self.is_backward_compiled
+        return is_plain and self._is_training_forward()
+
+    @property
+    def is_backward_compiled(self) -> bool:
+        """Whether compiled autograd will or may run the backward of a pass that begins here."""
+        return self._was_backward_compiled or is_backward_compiled()
 
     @property
     def do_offload(self) -> bool:
@@ -375,6 +399,7 @@ class AttachedEngine(OffloadEngine):
     def use_group(self, group: OffloadTensorGroup) -> None:
         """Handle backward reaching the group, which it needs from here on."""
         super().use_group(group)
+        self._was_backward_compiled |= is_backward_compiled()
         if not self._is_model_running:
             self._now.chunk = None  # Ends a pass that is outside of the model's forward.
         task = torch._C._current_graph_task_id()

@@ -300,6 +300,12 @@ class ForwardHooks:
                 )
         elif is_transformed():
             self._tell("", "the model runs in a transform of torch.func, so nothing of it moves")
+        elif self._engine.is_backward_compiled:
+            self._tell(
+                "",
+                "compiled autograd runs the backward, so nothing moves, since it would compile for "
+                "minutes at the hooks; switch it off, or leave out attach()",
+            )
         call = _Call(hooked, role)
         if role is _Role.PASS:
             _check_current_gpu(module)
