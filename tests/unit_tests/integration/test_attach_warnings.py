@@ -188,3 +188,19 @@ def test_printing_a_handle_changes_no_figure() -> None:
         rank = attached.report().ranks[0]
         results.append((rank.modules, rank.num_plans, rank.num_iterations))
     assert results[0] == results[1]
+
+
+# --- ranks ---------------------------------------------------------------------------------------
+
+
+def test_a_process_group_made_after_attach_gives_the_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make(Decoder)
+    attached = attach_to(model, "layers.3")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    loss_of(model, 0).backward()
+    (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert told.startswith("rank 1: nothing moves. Of 1 groups 1 stays")
+    assert attached.report().ranks[0].rank == 1

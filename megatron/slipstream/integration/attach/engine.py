@@ -45,6 +45,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.integration.engine_setup import host_limit
+from megatron.slipstream.launcher import rank
 from megatron.slipstream.plan.staying import Staying
 
 logger = logging.getLogger(__name__)
@@ -349,6 +350,8 @@ class AttachedEngine(OffloadEngine):
 
     def _open_pass(self) -> None:
         self._constants = None
+        # torch.distributed may have been initialised since.
+        self._report.rank = rank()
         newest = self._own_passes[-1] if self._own_passes else None
         if newest is not None and (newest.is_used or not newest.waits):
             self._finish_or_clear()
