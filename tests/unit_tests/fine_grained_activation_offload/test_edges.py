@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -198,6 +199,7 @@ def waits_in_cpp(path: Path) -> Iterator[tuple[str, str]]:
             yield f"{path.name}:{number}", line
 
 
+@functools.cache
 def all_waits() -> list[tuple[str, str]]:
     python = [wait for path in ROOMS.rglob("*.py") for wait in waits_in_python(path)]
     sources = [*ROOMS.rglob("*.h"), *ROOMS.rglob("*.cpp")]
