@@ -222,6 +222,9 @@ def test_megatron_s_own_attention_on_a_gpu_takes_no_packed_sequences(
         vocab_size=None,
         mock_data=False,
         data_path=None,
+        tensor_model_parallel_size=1,
+        num_experts=None,
+        eval_before_training=False,
     )
     findings = check_rules(checks.MACHINE_RULES, args)
     if refused:
