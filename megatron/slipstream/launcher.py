@@ -85,14 +85,26 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
 
 
-def refuse(error: ValueError) -> int:
-    """Print the user's error on stderr, on one rank per node; return the exit code."""
+def refuse(error: ValueError, is_on_every_rank: bool = True) -> int:
+    """Print the user's error on stderr, on one rank per node; return the exit code.
+
+    Args:
+        error: The error.
+        is_on_every_rank: Whether local rank 0 certainly has the error, too. Else other ranks print
+            it, unless their launcher ends them because that rank has exited.
+    """
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        sys.stderr.write("error: " + " ".join(str(error).split()) + "\n")
+        _print_error(str(error))
     else:
         # torchrun ends all ranks when one exits, so wait for local rank 0 to print.
         time.sleep(2)
+        if not is_on_every_rank:
+            _print_error(f"rank {os.environ.get('RANK')}: {error}")
     return 2
+
+
+def _print_error(message: str) -> None:
+    sys.stderr.write("error: " + " ".join(message.split()) + "\n")
 
 
 FIRST_PORT, NUM_PORTS = 10_000, 22_000

@@ -87,7 +87,9 @@ def _parse_and_train(arguments: Sequence[str], output: MegatronOutput) -> int:
     try:
         run(args, config, pretrain)
     except CheckpointRefusedError as error:
-        code = refuse(error)
+        code = refuse(error, is_on_every_rank=False)
+        if _has_nccl_peers():
+            _exit_without_cleanup(code)
         _leave_process_groups()
         return code
     except KeyboardInterrupt:

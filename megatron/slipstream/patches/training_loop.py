@@ -11,13 +11,16 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import Any, Optional, TextIO
 
 from megatron.slipstream.patches.patching import Patch
 
 
 class CheckpointRefusedError(ValueError):
-    """The options cannot load the checkpoint. Every rank raises it, before training starts."""
+    """The options cannot load the checkpoint.
+
+    Raised before training starts: on every rank, or on the one whose part does not fit.
+    """
 
 
 def bound(patch: Patch, *values: Any) -> Patch:
@@ -110,11 +113,17 @@ def name_refusals(args: Any, load: Callable[..., Any]) -> Callable[..., Any]:
                 return load(*arguments, **options)
             except AssertionError as error:
                 raise CheckpointRefusedError(_refusal(args.load, str(error))) from error
-            except (SystemExit, KeyError) as end:
-                if not heard.last_line or "exiting" not in heard.last_line.lower():
-                    raise
-                said = re.sub(r",? *exiting *\.* *<*$", "", heard.last_line, flags=re.IGNORECASE)
-                raise CheckpointRefusedError(_refusal(args.load, said)) from end
+            except (SystemExit, Exception) as error:
+                reason = _printed_reason(error, heard.last_line)
+                misfit = _misfit(str(error))
+                if reason is not None:
+                    raise CheckpointRefusedError(_refusal(args.load, reason)) from error
+                if misfit is not None:
+                    raise CheckpointRefusedError(
+                        f"load={args.load} does not fit the model: {misfit}; set the flags of the "
+                        "model that was saved, or load another checkpoint"
+                    ) from error
+                raise
 
     return load_or_refuse
 
@@ -133,6 +142,15 @@ class _Heard(io.TextIOBase):
 
     def flush(self) -> None:
         self._target.flush()
+
+
+def _printed_reason(error: BaseException, last_line: str) -> Optional[str]:
+    """Return what megatron printed before it gave up; None if it did not."""
+    gives_up = isinstance(error, SystemExit) and not error.code
+    says_so = isinstance(error, KeyError) and "exiting" in last_line.lower()
+    if not gives_up and not says_so:
+        return None
+    return re.sub(r"[,. ]*exiting *\.* *<*$", "", last_line, flags=re.IGNORECASE)
 
 
 _OTHER_SCHEDULE = re.compile(
@@ -155,6 +173,34 @@ _SCHEDULED = {
     "weight decay incr style": "weight_decay_incr_style differs",
 }
 """The options behind what megatron's scheduler compares."""
+
+
+_OTHER_SHAPE = re.compile(
+    r"size mismatch for (?P<name>\S+): copying a param with shape torch\.Size\(\[(?P<saved>.*)\]\) "
+    r"from checkpoint, the shape in current model is torch\.Size\(\[(?P<here>.*)\]\)\."
+)
+_OTHER_GLOBAL_SHAPE = re.compile(
+    r"Global shape mismatch for loaded \(torch\.Size\(\[(?P<saved>.*)\]\)\) and expected "
+    r"\(\((?P<here>.*?)\)\) tensor for key (?P<name>\S+)"
+)
+_ABSENT = (
+    (re.compile(r'Missing key\(s\) in state_dict: "(?P<name>[^"]+)"'), "is not saved"),
+    (re.compile(r"(?P<name>[\w.]+) from model not in state dict"), "is not saved"),
+    (re.compile(r'Unexpected key\(s\) in state_dict: "(?P<name>[^"]+)"'), "is not in the model"),
+)
+
+
+def _misfit(said: str) -> Optional[str]:
+    """Return which weight does not fit; None if the error is another one."""
+    for pattern in (_OTHER_SHAPE, _OTHER_GLOBAL_SHAPE):
+        if found := list(pattern.finditer(said)):
+            first = found[0]
+            others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            return f"{first['name']} is [{first['saved']}] there and [{first['here']}] here{others}"
+    for pattern, what in _ABSENT:
+        if name := pattern.search(said):
+            return f"{name['name']} {what}"
+    return None
 
 
 def _refusal(load: Any, said: str) -> str:

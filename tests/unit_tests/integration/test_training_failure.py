@@ -13,7 +13,9 @@ import pytest
 import torch
 from megatron.training import checkpointing, global_vars
 
+from megatron.slipstream import launcher
 from megatron.slipstream.integration import training
+from megatron.slipstream.patches.training_loop import CheckpointRefusedError
 
 
 class Ended(BaseException):
@@ -80,6 +82,25 @@ def test_elsewhere_it_raises(
     with pytest.raises(ZeroDivisionError):
         training.main([])
     assert not writer.is_flushed
+
+
+def test_a_checkpoint_that_one_rank_refuses_is_said_by_that_rank(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> NoReturn:
+        raise CheckpointRefusedError("load=folder does not fit")
+
+    monkeypatch.setattr(training, "run", refuse)
+    monkeypatch.setattr(launcher.time, "sleep", lambda _: None)
+    _connect(monkeypatch, 2, "nccl")
+    with pytest.raises(Ended, match="2"):
+        training.main([])
+    assert capsys.readouterr().err == "error: load=folder does not fit\n"
+    for name, value in (("LOCAL_RANK", "1"), ("RANK", "9"), ("WORLD_SIZE", "16")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Ended, match="2"):
+        training.main([])
+    assert capsys.readouterr().err == "error: rank 9: load=folder does not fit\n"
 
 
 def _interrupt(*_: Any) -> NoReturn:

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import checkpointing
 
@@ -84,6 +86,12 @@ def _exit() -> NoReturn:
     sys.exit()
 
 
+def _tear() -> NoReturn:
+    print("could not load the checkpoint")
+    print("PytorchStreamReader failed reading zip archive")
+    sys.exit()
+
+
 def _miss() -> NoReturn:
     print("Unable to load optimizer from iter_3. Specify --no-load-optim, exiting ...")
     raise KeyError("optimizer")
@@ -94,6 +102,7 @@ def _miss() -> NoReturn:
     [
         (_fail, "checkpoint versions do not match; load another checkpoint, or set the flags that"),
         (_exit, "Unable to load rng state from iter_3. Specify --no-load-rng or --finetune"),
+        (_tear, "PytorchStreamReader failed reading zip archive; load another checkpoint, or"),
         (_miss, "Unable to load optimizer from iter_3. Specify --no-load-optim"),
     ],
 )
@@ -101,20 +110,52 @@ def test_what_megatron_prints_before_it_exits_is_the_error(
     load: Any, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refusal(load).startswith(f"load=folder is refused by megatron: {words}")
-    assert ("exiting" in capsys.readouterr().out) == (load is not _fail)
+    assert ("exiting" in capsys.readouterr().out) == (load in (_exit, _miss))
+
+
+@pytest.mark.parametrize(
+    "saved, words",
+    [
+        (torch.nn.Linear(8, 4), "0.weight is [4, 8] there and [2, 8] here (and 1 more)"),
+        (torch.nn.Linear(8, 2, bias=False), "0.bias is not saved"),
+        (torch.nn.Bilinear(1, 8, 2), "0.weight is [2, 1, 8] there and [2, 8] here"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(saved: torch.nn.Module, words: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 2))
+    state = torch.nn.Sequential(saved).state_dict()
+    assert refusal(lambda: model.load_state_dict(state)) == (
+        f"load=folder does not fit the model: {words}; set the flags of the model that was saved, "
+        "or load another checkpoint"
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(8, 2, bias=False))
+    state = torch.nn.Sequential(torch.nn.Linear(8, 2)).state_dict()
+    assert "0.bias is not in the model; set" in refusal(lambda: model.load_state_dict(state))
+
+
+def test_global_shapes_that_do_not_fit_are_named() -> None:
+    def load() -> NoReturn:
+        sizes = f"loaded ({torch.Size([4, 8])}) and expected ({(2, 8)}) tensor for key a.weight"
+        raise CheckpointingException(f"Global shape mismatch for {sizes}")
+
+    def miss() -> NoReturn:
+        raise KeyError("a.bias from model not in state dict: ['a.weight']")
+
+    assert "the model: a.bias is not saved; set" in refusal(miss)
+    assert "the model: a.weight is [4, 8] there and [2, 8] here; set" in refusal(load)
 
 
 def test_other_ends_of_loading_are_left_alone() -> None:
     def leave() -> NoReturn:
-        print("training ends")
-        sys.exit(0)
+        print("the launcher ends this rank")
+        sys.exit(7)
 
     def err() -> NoReturn:
-        raise RuntimeError("size mismatch")
+        raise RuntimeError("no space")
 
     args = SimpleNamespace(load="folder")
     with pytest.raises(SystemExit):
         name_refusals(args, leave)()
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    with pytest.raises(RuntimeError, match="no space"):
         name_refusals(args, err)()
     assert name_refusals(args, lambda *values, **named: (values, named))(1, a=2) == ((1,), {"a": 2})
