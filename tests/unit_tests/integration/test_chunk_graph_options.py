@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import pytest
+from gpu_models import SMALL_SIZES
 from megatron_models import wrap
 from ranks import run_ranks
 from replayed_gpt import start
@@ -261,7 +262,9 @@ def test_memory_of_slots_counts_in_the_limit_of_the_process() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_passes_before_the_capture_are_verified_and_figures_count_replays() -> None:
-    found = _of_one_rank(OffloadConfig(offload_verify=3))
+    case = ModelCase("dense", num_layers=4, **SMALL_SIZES)
+    policy = {"min_offloaded_tensor_size": 1024}
+    (found,) = run_ranks(1, _train, case, OffloadConfig(offload_verify=3), policy)
     assert found.error is None
     assert found.num_verified > 0
     assert not found.poisons
