@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,10 +106,45 @@ class Place:
             sys.settrace(before)
 
 
+class Alarm:
+    """Raises in the running iteration when time is up, as a user's interrupt does.
+
+    Args:
+        iteration: The function that runs an iteration. Nothing is raised outside of it.
+        seconds: The time.
+    """
+
+    def __init__(self, iteration: Callable[..., Any], seconds: float) -> None:
+        self._code = iteration.__code__
+        self._seconds = seconds
+        self.has_raised = False
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGALRM, self._ring)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._before)
+
+    def _ring(self, _: int, frame: FrameType | None) -> None:
+        codes = {each.f_code for each in frames(frame)}
+        if self._code not in codes:
+            return
+        if is_in_device(frame):
+            signal.setitimer(signal.ITIMER_REAL, 1e-5)
+            return
+        self.has_raised = True
+        raise Fault
+
+
+def frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frame and its callers."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def is_in_device(frame: FrameType | None) -> bool:
     """Whether a call of the device is running."""
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(DEVICES):
-            return True
-        frame = frame.f_back
-    return False
+    return any(each.f_code.co_filename.endswith(DEVICES) for each in frames(frame))

@@ -6,20 +6,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from fault_places import Fault, Place
-from hand_driven import LAZY_NATIVE
+from fault_places import Alarm, Fault, Place
+from hand_driven import LAZY_NATIVE, HandDriven
 from toy_model import all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 
 SCHEDULE = "F0.0 F0.1 B0.0 B0.1"
 BACKENDS = ["cpu-lazy", LAZY_NATIVE]
+NUM_SIGNALS = 60
 NUM_BEFORE = 6
 """Iterations after which plan, host layout and C++ steps are followed."""
 
@@ -107,3 +110,41 @@ def test_a_call_of_the_backend_raises(
 def test_an_interrupt_at_a_line_of_the_engine(backend: str, num_before: int, stride: int) -> None:
     """Lines of Python: an interrupt by a signal comes between any two of its instructions."""
     assert sweep(Rig(backend), num_before, stride, "lines") > 10
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_signal_interrupts_an_iteration(backend: str) -> None:
+    rig, generator, num_raised = Rig(backend), random.Random(5), 0
+    rig.renew(NUM_BEFORE)
+    begin = time.perf_counter()
+    assert rig.is_right()
+    seconds = time.perf_counter() - begin
+    for _ in range(NUM_SIGNALS):
+        alarm = Alarm(run_schedule, generator.uniform(1e-5, seconds))
+        rig.fail(alarm)
+        rig.assert_recovers()
+        num_raised += alarm.has_raised
+    assert num_raised > NUM_SIGNALS // 8
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("move", ["copy_out", "send", "reload"])
+def test_what_is_freed_while_an_exception_is_raised_does_not_lose_it(
+    backend: str, move: str
+) -> None:
+    hand = HandDriven(backend)
+
+    def saved() -> Any:
+        group = hand.group()
+        kept = hand.save(group, torch.ones(1000))
+        hand.copy_out(group) if move == "copy_out" else hand.send(group)
+        if move == "reload":
+            hand.copy_in(group)
+        return kept
+
+    def fail() -> Any:
+        raise Fault
+
+    with pytest.raises(Fault):
+        print(saved(), fail())  # The interpreter's stack alone holds the first argument.
+    assert hand.store.host_pool.in_use_bytes == 0

@@ -113,6 +113,8 @@ class Storage : public std::enable_shared_from_this<Storage>, Alive<Storage> {
     if (known != context_->by_memory.end() && known->second == this) {
       context_->by_memory.erase(known);
     }
+    // It may be freed while an exception is raised, which the Python code below would lose.
+    const py::error_scope raised;
     try {
       // Autograd has freed the storage, but a copy may still use its device memory.
       if (residence == Residence::OFFLOADING) {
