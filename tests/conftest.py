@@ -8,6 +8,8 @@ import gc
 import json
 import logging
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 # Some tests fork, and a child hangs in its first parallel loop if its parent has run one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+ROOT = Path(__file__).resolve().parents[1]
 MANY_BYTES = 1 << 30
 NUM_GPUS_OF_MARKER = {"gpu": 1, "gpus2": 2, "gpus4": 4}
 MAX_ERROR_CHARS = 3000
@@ -78,6 +81,41 @@ def pytest_configure(config: pytest.Config) -> None:
     folder: Path | None = config.getoption("--results-dir")
     if folder is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_TestRows(folder / "tests.jsonl"))
+
+
+COMPILE = """
+from megatron.core.tensor_parallel import random
+from megatron.slipstream.fine_grained_activation_offload.native import native_module
+
+native_module()
+getattr(random, "_get_share_storage", lambda: None)()
+"""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """With several processes, compile at once what their tests need, while they collect.
+
+    Otherwise the first test that needs a module compiles it, for half a minute, and the other
+    processes soon wait for its lock.
+    """
+    config = session.config
+    if not getattr(config.option, "numprocesses", None) or config.option.collectonly:
+        return
+    compiling = subprocess.Popen(
+        [sys.executable, "-c", COMPILE],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # A test that needs the module tells its error.
+        start_new_session=True,
+    )
+
+    def end() -> None:
+        if compiling.poll() is None:
+            os.killpg(compiling.pid, signal.SIGINT)  # With its compiler; it removes its files.
+        compiling.wait()
+
+    config.add_cleanup(end)
 
 
 class _TestRows:

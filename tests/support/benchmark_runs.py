@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,17 +20,17 @@ from forked import Done, run_function, run_module
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def benchmark(*arguments: str, sees_gpu: bool = False, starts_ranks: bool = False) -> Done:
+def benchmark(*arguments: str, sees_gpu: bool = False) -> Done:
     """Run ``python -m benchmarks.run``. Returns its result.
+
+    Without a GPU its ranks are forked, since each would import torch and megatron-core again.
 
     Args:
         arguments: Arguments of the command.
         sees_gpu: Whether it may use a GPU.
-        starts_ranks: Whether it starts its ranks as for users; otherwise they are forked where
-            there is no GPU, since each would import torch and megatron-core again.
     """
     hidden = {} if sees_gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    if starts_ranks or torch.cuda.is_available():
+    if torch.cuda.is_available():
         return run_module("benchmarks.run", *arguments, folder=ROOT, environment=hidden)
     command = partial(_fork_ranks, arguments)
     return run_function(command, folder=ROOT, environment=hidden)
@@ -46,7 +47,9 @@ class _ForkedRank:
     """A rank that is forked from the command; otherwise as one of ``subprocess.Popen``."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        _, *module, _ = command[:4]
+        python, *module, _ = command[:4]
+        assert python == sys.executable
+        assert env["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
         assert module == ["-m", "benchmarks.run"]
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=_be_rank, args=(command[3:], env))

@@ -75,7 +75,6 @@ def test_ranks_of_a_pipeline_are_started_and_one_bad_option_does_not_end_the_run
     result = benchmark(
         *"--case smoke_pp2 --engines slipstream --engine-option offload_release_lags=2".split(),
         *f"--max-iterations 10 --output {tmp_path}".split(),
-        starts_ranks=True,
     )
     assert result.returncode == 0, result.stderr
     found = summaries(read_rows(tmp_path / "engines.jsonl"))

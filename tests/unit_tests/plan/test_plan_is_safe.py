@@ -38,7 +38,7 @@ from megatron.slipstream.plan.operations import derive_schedule, device_bytes
 from megatron.slipstream.plan.trace import Bandwidth, Trace
 from megatron.slipstream.plan.walk import simulate
 
-NUM_PLANS = int(os.environ.get("SLIPSTREAM_RANDOM_PLANS", "4000"))
+NUM_PLANS = int(os.environ.get("SLIPSTREAM_RANDOM_PLANS", "1000"))
 CASES_PER_CHUNK = 1_000
 NUM_CHUNKS = max(1, NUM_PLANS // CASES_PER_CHUNK)
 FIRST_SEED = first_seed()
