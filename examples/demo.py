@@ -11,6 +11,7 @@ Needs no GPU and no network.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -26,8 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
+
+from megatron.slipstream.launcher import INTERRUPTED
+from megatron.slipstream.plan.progress_bar import columns
 
 ROOT = Path(__file__).resolve().parent.parent
 CORPUS = ROOT / "examples" / "data" / "first_folio"
@@ -65,6 +69,12 @@ _GPU_FLAGS = """
     --no-gradient-accumulation-fusion --deterministic-mode
 """.split()
 _PROGRESS_LINE = re.compile(r"slipstream: iteration (\d+)/\d+: (.*)")
+
+
+_NEXT = (
+    "Now your model: add --fine-grained-activation-offloading --offload-modules core_attn "
+    "attn_proj to its flags; ./run train --help lists the modules"
+)
 
 
 @dataclass
@@ -105,6 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _train_all(runs, data, args, on_gpu, console)
         results = {model: _compare(model, runs) for model in args.models}
         seconds = time.monotonic() - started
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted")
+        return INTERRUPTED
     except (DemoError, OSError) as error:
         Console(stderr=True).print(f"error: {error}", style="bold red", highlight=False)
         return 1
@@ -115,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _show_summary(results, on_gpu, console)
     picture = _draw(runs, results, folder)
     console.print(f"{seconds:.0f} s; figures in {figures}" + picture, highlight=False)
+    console.print(_NEXT, highlight=False, markup=False, soft_wrap=True)
     return 0 if all(_succeeded(result) for result in results.values()) else 1
 
 
@@ -190,26 +204,75 @@ def _tokenise(folder: Path, console: Console) -> Path:
 # Training
 
 
+class _Bars(contextlib.AbstractContextManager["_Bars"]):
+    """Shows the runs on a terminal, a bar each."""
+
+    def __init__(self, runs: Sequence[Run], total: int, console: Console) -> None:
+        shown = columns(MofNCompleteColumn, TimeElapsedColumn, has_figures=True)
+        self._progress = Progress(*shown, console=console)
+        self._tasks = {
+            run.name: self._progress.add_task(run.name, total=total, start=False, figures="waiting")
+            for run in runs
+        }
+
+    def __enter__(self) -> _Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def start(self, run: Run) -> None:
+        self._progress.start_task(self._tasks[run.name])
+        self._progress.update(self._tasks[run.name], figures="starting")
+
+    def step(self, run: Run, done: int, figures: str) -> None:
+        self._progress.update(self._tasks[run.name], completed=done, figures=figures)
+
+    def stop(self, run: Run) -> None:
+        self._progress.stop_task(self._tasks[run.name])
+
+
+class _Lines(contextlib.AbstractContextManager["_Lines"]):
+    """Shows the runs in a file or pipe, a line now and then."""
+
+    NUM_LINES = 8
+    """Lines of each run between its first and its last."""
+
+    def __init__(self, runs: Sequence[Run], total: int, console: Console) -> None:
+        self._width = max(len(run.name) for run in runs)
+        self._total, self._console = total, console
+        self._interval = max(1, total // self.NUM_LINES)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def start(self, run: Run) -> None:
+        self._say(run, "starting")
+
+    def step(self, run: Run, done: int, figures: str) -> None:
+        if done % self._interval == 0 or done == self._total:
+            self._say(run, f"iteration {done}/{self._total}: {figures}")
+
+    def stop(self, run: Run) -> None:
+        self._say(run, f"ended after {run.seconds:.0f} s")
+
+    def _say(self, run: Run, what: str) -> None:
+        line = f"{run.name:<{self._width}}  {what}"
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def _train_all(
     runs: Sequence[Run], data: Path, args: argparse.Namespace, on_gpu: bool, console: Console
 ) -> None:
     """Run every process, a few at a time on the CPU, and show how they come along."""
-    columns = (
-        TextColumn("{task.description:<22}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[figures]}"),
-    )
     jobs = 1 if on_gpu else max(1, args.jobs)
-    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(jobs) as pool:
+    display = (_Bars if console.is_terminal else _Lines)(runs, args.iterations, console)
+    with display, ThreadPoolExecutor(jobs) as pool:
         futures = []
         for run in runs:
-            task = progress.add_task(
-                run.name, total=args.iterations, start=False, figures="waiting"
-            )
             flags = _flags(run, data, args.iterations, on_gpu)
-            futures.append(pool.submit(_train, run, flags, on_gpu, progress, task))
+            futures.append(pool.submit(_train, run, flags, on_gpu, display))
         try:
             for future in as_completed(futures):
                 future.result()
@@ -236,12 +299,11 @@ def _flags(run: Run, data: Path, iterations: int, on_gpu: bool) -> list[str]:
     return flags
 
 
-def _train(run: Run, flags: Sequence[str], on_gpu: bool, progress: Progress, task: Any) -> None:
-    """One training process; its output goes to a log file, its progress to the bar."""
+def _train(run: Run, flags: Sequence[str], on_gpu: bool, display: _Bars | _Lines) -> None:
+    """One training process; its output goes to a log file, its progress to the display."""
     for kind in (".json", "-report.json"):
         run.file(kind).unlink(missing_ok=True)
-    progress.start_task(task)
-    progress.update(task, figures="starting")
+    display.start(run)
     started = time.monotonic()
     with run.file(".log").open("w", encoding="utf-8") as log:
         command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
@@ -261,9 +323,9 @@ def _train(run: Run, flags: Sequence[str], on_gpu: bool, progress: Progress, tas
                 log.write(line)
                 match = _PROGRESS_LINE.search(line)
                 if match:
-                    progress.update(task, completed=int(match[1]), figures=match[2])
+                    display.step(run, int(match[1]), match[2])
     run.seconds = time.monotonic() - started
-    progress.stop_task(task)
+    display.stop(run)
     if process.returncode != 0 or not run.file(".json").exists():
         raise DemoError(f"the run '{run.name}' failed; the end of {run.file('.log')} says why")
 

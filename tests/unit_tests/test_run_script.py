@@ -212,7 +212,11 @@ def test_the_environment_is_refreshed_when_its_description_changes(
     assert installs(machine) == 1
     with (clone.parent / changed).open("a") as stream:
         stream.write("# changed\n")
-    assert "refreshing" in run("python", env=machine, script=clone).stderr
+    # Also if the folder has moved, too.
+    moved = clone.parent.rename(clone.parent.with_name("moved")) / "run"
+    said = run("python", env=machine, script=moved).stderr
+    assert f"run: pyproject.toml or constraints.txt changed; refreshing {moved.parent}" in said
+    assert "--no-deps" not in Path(machine["CALLS"]).read_text()
     assert installs(machine) == 1
 
 
@@ -220,10 +224,17 @@ def test_an_environment_moved_with_its_clone_is_refreshed(
     machine: dict[str, str], clone: Path
 ) -> None:
     run("python", env=machine, script=clone)
+    calls = Path(machine["CALLS"])
+    assert "--quiet" not in calls.read_text()  # the first time, pip shows how far it is
     moved = clone.parent.rename(clone.parent.with_name("moved"))
-    installs(machine)
-    run("python", env=machine, script=moved / "run")
+    calls.unlink()
+    said = run("python", env=machine, script=moved / "run").stderr
+    assert f"run: this folder was {clone.parent}, or was copied from there; " in said
+    assert "changed" not in said
+    (install,) = (call for call in calls.read_text().splitlines() if "|-e|" in call)
+    assert f"|--quiet|--no-deps|--no-build-isolation|-e|{moved}[" in install
     assert installs(machine) == 1
+    assert run("python", env=machine, script=moved / "run").stderr == ""
 
 
 @pytest.mark.parametrize("ready_before", [False, True], ids=["first", "refresh"])

@@ -24,6 +24,7 @@ from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.plan.progress_bar import columns
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.whole_files import write_whole
 
@@ -239,14 +240,9 @@ def _progress_bar(total: int) -> Progress:
     from rich import progress
     from rich.console import Console
 
-    bar = progress.Progress(
-        progress.TextColumn("training"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[figures]}"),
-        progress.TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
+    measures = (progress.MofNCompleteColumn, progress.TimeRemainingColumn)
+    shown = columns(*measures, has_figures=True)
+    bar = progress.Progress(*shown, console=Console(stderr=True))
     bar.add_task("training", total=total, figures="")
     return bar
 
