@@ -17,6 +17,7 @@ from megatron.slipstream.fine_grained_activation_offload.counted_modules import 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
+from megatron.slipstream.plan.staying import Staying
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +262,10 @@ class PipelineOffloadManager(OffloadEngine):
             flag: Set if the group has saved-tensor hooks: see :attr:`region_flag`.
         """
         group = self.take_started()
-        if group is None or self._others_save():
+        if group is not None and self._others_save():
+            group.kinds_staying |= Staying.TAKEN.bit
+            group = None
+        if group is None:
             self._regions.append(None)
             return
         hooks = saved_tensors_hooks(*self.store.hooks(group, self))

@@ -306,6 +306,9 @@ def test_groups_inside_a_checkpoint_that_counts_what_is_saved(
         assert all_equal(expected, run(manager))
     assert manager.report.total.d2h_copies == 0
     assert caplog.text.count("runs under other saved-tensor hooks") == 1
+    assert manager.plan is not None
+    reasons = {group.reason for group in manager.plan.groups}
+    assert reasons == {"it saves only tensors that other saved-tensor hooks take"}
 
 
 def test_a_graph_kept_for_a_second_backward(backend: str) -> None:
