@@ -19,7 +19,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -229,19 +228,15 @@ class Result:
             for name, values in metrics.items()
         }
 
-    def peak_bytes(self, num_iterations: Optional[int] = None) -> int:
-        """Peak of the highest rank in a typical iteration, with the memory of CUDA graphs.
-
-        Args:
-            num_iterations: The first so many count; None: all.
-        """
+    def peak_bytes(self) -> int:
+        """Peak of the highest rank in a typical iteration, with the memory of CUDA graphs."""
         outside = self.by_iteration("activation_peak_bytes").values()
         inside = self.by_iteration("graph_pool_bytes").values()
         steps = (
             [peak + pool for peak, pool in zip(*ranks, strict=True)]
             for ranks in zip(outside, inside, strict=True)
         )
-        of_ranks = zip(*itertools.islice(steps, num_iterations), strict=True)
+        of_ranks = zip(*steps, strict=True)
         return int(max(statistics.median(peaks) for peaks in of_ranks))
 
 
