@@ -28,8 +28,6 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPo
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.plan.candidates import PolicyOptions
 
-pytestmark = pytest.mark.releases
-
 DENSE = ModelCase("dense", num_layers=4)
 COUNTS = (2, 2, 3)
 """Micro-batches of each iteration; the first runs without graphs."""

@@ -112,7 +112,6 @@ def _follow(
     return bool(plan.trace.step_ms), moves, plan.moved_nbytes, warnings
 
 
-@pytest.mark.releases
 @pytest.mark.parametrize(
     "kind, goal, is_late",
     [
@@ -135,7 +134,6 @@ def test_graphs_that_are_captured_late_enough_follow_the_goal(
         assert not moves
 
 
-@pytest.mark.releases
 @pytest.mark.parametrize("kind", CASES)
 def test_graphs_that_are_captured_too_early_move_everything_and_a_warning_says_so(
     kind: str,
