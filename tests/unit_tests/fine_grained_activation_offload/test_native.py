@@ -23,6 +23,7 @@ from toy_model import SCHEDULES, WIDTH, all_equal, make_chunks, make_manager, ru
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Copy, nbytes_of
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
+from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.manager import (
     PipelineOffloadManager,
     RegionFlag,
@@ -33,6 +34,7 @@ from megatron.slipstream.fine_grained_activation_offload.recorder import Recorde
 from megatron.slipstream.plan import selection
 from megatron.slipstream.plan.actions import ActionKind
 from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.staying import Staying, texts_of
 from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
 
 OUTPUT_MARKS = (StepKind.OUTPUT_START, StepKind.OUTPUT_END)
@@ -539,5 +541,7 @@ def test_suspended_marks_do_nothing_in_the_middle_of_an_iteration() -> None:
 def test_the_backend_says_what_it_manages() -> None:
     backend = Log()
     store = ActivationStore(backend, Recorder(backend), is_native=True)
+    group = store.make_group(GroupLabel(GroupKey(0, 0), "mlp"), 1)
     elsewhere = torch.empty(4, device="meta")
-    assert store.pack(None, elsewhere) is elsewhere
+    assert store.pack(group, elsewhere) is elsewhere
+    assert texts_of(group.kinds_staying) == (Staying.ELSEWHERE.text,)
