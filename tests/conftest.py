@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import logging
 import os
@@ -77,7 +78,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With ``--results-dir``, the main process writes a row per test."""
+    """Random tests draw the same each time; with ``--results-dir``, a row per test is written."""
+    if importlib.util.find_spec("hypothesis") is not None:
+        from hypothesis import settings
+
+        settings.register_profile("fixed", derandomize=True)
+        settings.load_profile("fixed")
     folder: Path | None = config.getoption("--results-dir")
     if folder is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_TestRows(folder / "tests.jsonl"))

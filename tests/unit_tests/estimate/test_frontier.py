@@ -72,7 +72,7 @@ def test_the_other_options_are_kept() -> None:
     assert frontier.everything_moves.moved_nbytes < FRONTIER.everything_moves.moved_nbytes
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(pairs=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
 def test_a_marked_point_is_beaten_by_none_and_the_others_by_a_marked_one(
     pairs: list[tuple[int, int]],

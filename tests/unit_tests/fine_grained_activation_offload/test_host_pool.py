@@ -68,7 +68,7 @@ def pool(backend: CountingBackend) -> HostPool:
 # Size classes.
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(nbytes=st.integers(2 * MIN_BUFFER_BYTES, 1 << 40))
 def test_a_size_class_wastes_less_than_a_sixteenth(nbytes: int) -> None:
     size = size_class_bytes(nbytes)
@@ -81,20 +81,20 @@ def test_the_waste_stays_below_a_sixteenth_around_powers_of_two(exponent: int) -
         assert 0 <= size_class_bytes(nbytes) - nbytes < nbytes / 16
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(small=st.integers(1, 1 << 32), more=st.integers(0, 1 << 20))
 def test_a_larger_request_never_gets_a_smaller_class(small: int, more: int) -> None:
     assert size_class_bytes(small) <= size_class_bytes(small + more)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(nbytes=st.integers(1, 1 << 40))
 def test_a_size_class_serves_a_request_of_its_own_size(nbytes: int) -> None:
     size = size_class_bytes(nbytes)
     assert size_class_bytes(size) == size
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(nbytes=st.integers(0, 1 << 40))
 def test_a_size_class_keeps_what_follows_aligned(nbytes: int) -> None:
     assert size_class_bytes(nbytes) % 512 == 0
@@ -274,7 +274,7 @@ class MoeIterations:
         return [*varying, *self._fixed]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(
     pipeline=st.sampled_from([(pp, rank) for pp in (1, 2, 4) for rank in range(pp)]),
     vp_size=st.integers(1, 3),
@@ -373,7 +373,7 @@ def test_buffers_that_run_out_while_others_are_free_take_their_space(pool: HostP
 # The limit.
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(
     limit=st.integers(0, 2000),
     sizes=st.lists(st.integers(1, 300), max_size=40),

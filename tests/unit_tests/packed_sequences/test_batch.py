@@ -20,7 +20,7 @@ from megatron.slipstream.packed_sequences.batch import (
 )
 from megatron.slipstream.packed_sequences.packing import PackLimits
 
-any_pack = settings(max_examples=100, deadline=None, derandomize=True)
+any_pack = settings(max_examples=100, deadline=None)
 
 LIMITS = PackLimits(max_tokens=16, max_sequences=4)
 

@@ -29,7 +29,7 @@ from megatron.slipstream.packed_sequences.dataset import (
 )
 from megatron.slipstream.packed_sequences.packing import PackLimits
 
-any_corpus = settings(max_examples=60, deadline=None, derandomize=True)
+any_corpus = settings(max_examples=60, deadline=None)
 
 LIMITS = PackLimits(max_tokens=32, max_sequences=5)
 GREEDY = PackingPlan(LIMITS, "greedy", seed=3)

@@ -149,9 +149,7 @@ def test_the_reason_is_shown_with_the_plan() -> None:
     assert drawn.count("stays: offload_host_memory_limit_bytes keeps it") == 4
 
 
-@settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     pipeline=st.sampled_from([(pp, rank) for pp in (1, 2, 4) for rank in range(pp)]),
     vp_size=st.integers(1, 3),

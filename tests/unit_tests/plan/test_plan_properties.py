@@ -68,7 +68,6 @@ plans = st.builds(build_plan, traces(), options_of_plans)
 any_plan = settings(
     max_examples=150,
     deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

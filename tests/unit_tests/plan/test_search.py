@@ -435,7 +435,7 @@ def subsets(groups: frozenset[GroupKey]) -> list[frozenset[GroupKey]]:
     ]
 
 
-few = settings(max_examples=40, deadline=None, derandomize=True)
+few = settings(max_examples=40, deadline=None)
 
 
 @few
@@ -498,7 +498,7 @@ def iterations(draw: st.DrawFn) -> IterationModel:
     return IterationModel(timed(trace, step_ms, gb_per_s, 0.8 * gb_per_s))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(iteration=iterations(), share=st.floats(0.0, 1.1), percent=st.floats(0.0, 30.0))
 def test_targets_are_kept_or_stated_as_missed_and_bounds_hold(
     iteration: IterationModel, share: float, percent: float
@@ -521,7 +521,7 @@ def test_targets_are_kept_or_stated_as_missed_and_bounds_hold(
     assert for_time(trace, percent) == fast
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(iteration=iterations(), share=st.floats(0.0, 1.0))
 def test_no_arrangement_of_any_groups_beats_the_bounds(
     iteration: IterationModel, share: float
@@ -536,7 +536,7 @@ def test_no_arrangement_of_any_groups_beats_the_bounds(
         assert limits.lowest_peak_bytes(timing.stall_ms + 1e-9) <= timing.peak_bytes * (1 + 1e-6)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(iteration=iterations(), target=st.floats(0.0, 1.1), ms_per_group=st.sampled_from([0.0, 0.4]))
 def test_no_plan_is_faster_than_is_physically_possible(
     iteration: IterationModel, target: float, ms_per_group: float
