@@ -278,6 +278,8 @@ class PipelineOffloadManager(OffloadEngine):
     def _leave_open_regions(self) -> None:
         """Leave the regions that an interrupt has left open. No pass begins inside a region."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None and not self._regions:
+            return
         while hooks is not None and self.store.is_own_hook(hooks[0]):
             torch._C._autograd._pop_saved_tensors_default_hooks()
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

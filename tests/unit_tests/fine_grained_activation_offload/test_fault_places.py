@@ -10,15 +10,20 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fault_places import Alarm, Fault, Place
 from hand_driven import LAZY_NATIVE, HandDriven
+from torch.autograd.graph import saved_tensors_hooks
 from toy_model import all_equal, make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.manager import (
+    PipelineOffloadManager,
+    RegionFlag,
+)
 
 SCHEDULE = "F0.0 F0.1 B0.0 B0.1"
 BACKENDS = ["cpu-lazy", LAZY_NATIVE]
@@ -148,3 +153,62 @@ def test_what_is_freed_while_an_exception_is_raised_does_not_lose_it(
     with pytest.raises(Fault):
         print(saved(), fail())  # The interpreter's stack alone holds the first argument.
     assert hand.store.host_pool.in_use_bytes == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("copy", ["out", "in"])
+def test_a_buffer_of_copies_without_a_signal_is_not_reused_before_the_host_waits(
+    backend: str, copy: str
+) -> None:
+    hand = HandDriven(backend)
+    group = hand.group()
+    saved = hand.save(group, torch.ones(1000))
+    if copy == "in":
+        hand.send(group)
+    run_copies = hand.backend.run_copies
+
+    def interrupted(*arguments: Any) -> None:
+        run_copies(*arguments)
+        raise Fault
+
+    hand.backend.run_copies = interrupted  # type: ignore[method-assign]
+    with pytest.raises(Fault):
+        hand.copy_out(group) if copy == "out" else hand.copy_in(group)
+    hand.backend.run_copies = run_copies  # type: ignore[method-assign]
+    if copy == "in":
+        with pytest.raises(RuntimeError, match=r"an earlier reload of it failed; run forward"):
+            hand.unpack(saved)
+    del saved
+    store, waited = hand.store, []
+    assert store.host_pool.in_use_bytes > 0, "a copy may still use it"
+    wait_on_host = hand.backend.wait_on_host
+    hand.backend.wait_on_host = lambda stream: waited.append(  # type: ignore[method-assign]
+        wait_on_host(stream)
+    )
+    store.recover()
+    assert len(waited) == 2, "for both copy streams"
+    assert store.host_pool.in_use_bytes == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", ["__enter__", "__exit__"])
+def test_a_region_that_an_interrupt_leaves_open_is_left(
+    backend: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = SimpleNamespace(is_active=False)
+    rig = Rig(backend)
+    manager = rig.renew(0)
+    manager.region_flag = RegionFlag(flags, "is_active", frozenset())
+    original = getattr(saved_tensors_hooks, method)
+
+    def interrupted(hooks: Any, *arguments: Any) -> None:
+        if method == "__enter__":
+            original(hooks, *arguments)
+        raise Fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_tensors_hooks, method, interrupted)
+        rig.fail(contextlib.nullcontext())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    rig.assert_recovers()
+    assert not flags.is_active
