@@ -130,7 +130,7 @@ def on_two(case: ModelCase) -> Setting:
 )
 def test_sizes_change(name: str, offload_modules: Sequence[str]) -> None:
     num_ranks, case, scope = BANKS[name]
-    steps = random_sizes((1, 2), 4, most=3)
+    steps = random_sizes((1, 2), 6, most=3)
     arguments = (on_two(case), scope, steps, offload_modules, "cpu-lazy")
     for found in run_ranks(num_ranks, compare_layer_bank, *arguments):
         assert found.difference is None
