@@ -183,7 +183,7 @@ def _device_memory_is_returned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _engine_is_uninstalled() -> Iterator[None]:
-    """Uninstall an engine that a test leaves: its patches would change later tests."""
+    """Uninstall an engine and undo patches that a test leaves: they would change later tests."""
     yield
     install = sys.modules.get("megatron.slipstream.integration.install")
     if install is not None:
@@ -191,6 +191,10 @@ def _engine_is_uninstalled() -> Iterator[None]:
         # An attached model that a failed test left would have a share of later tests' memory.
         for pool in install.host_limit.pools:
             install.host_limit.leave(pool)
+    patching = sys.modules.get("megatron.slipstream.patches.patching")
+    if patching is not None:
+        for user in {user for change in patching._applied.values() for user in change.users}:
+            patching.undo(user)
 
 
 @pytest.fixture(autouse=True)

@@ -359,3 +359,16 @@ def test_a_process_that_would_pass_on_more_is_not_forked(
             with pytest.raises(AssertionError, match=f"would inherit {name} from this one"):
                 fork()
     monkeypatch.undo()
+
+
+def test_a_patch_that_a_test_leaves() -> None:
+    from megatron.slipstream.patches import patching, table
+
+    table.apply(table.Feature.PADDED_ROUTING)
+    assert patching.active() != []
+
+
+def test_is_undone_before_the_next() -> None:
+    from megatron.slipstream.patches import patching
+
+    assert patching.active() == []
