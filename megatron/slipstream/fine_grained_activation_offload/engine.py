@@ -186,6 +186,7 @@ class OffloadEngine:
         self._now.chunk = None
         if not self._is_training_forward():
             return
+        self._prepare_pass(policy)
         self._restart_if_abandoned()
         self._report.pp_rank = pp_rank
         if policy != self._policy:
@@ -203,6 +204,9 @@ class OffloadEngine:
         micro_batch = sum(chunk.vp_stage == vp_stage for chunk in now.passes)
         now.chunk = self.store.make_pass(len(now.passes), vp_stage, policy.min_numel, micro_batch)
         now.passes.append(now.chunk)
+
+    def _prepare_pass(self, policy: PassPolicy) -> None:
+        """Called before a pass with gradients begins."""
 
     def start_group(self, name: str) -> None:
         """Start a group called ``name``; its operations follow in the region entered next."""

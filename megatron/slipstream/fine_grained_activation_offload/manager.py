@@ -146,20 +146,17 @@ class PipelineOffloadManager(OffloadEngine):
             max_inflight_offloads: See ``PolicyOptions``.
         """
         policy = PassPolicy(
-            min_numel=min_offloaded_tensor_size,
-            activation_offload_fraction=activation_offload_fraction,
-            delta_offload_bytes_across_pp_ranks=delta_offload_bytes_across_pp_ranks,
-            max_inflight_offloads=max_inflight_offloads,
+            min_offloaded_tensor_size,
+            activation_offload_fraction,
+            delta_offload_bytes_across_pp_ranks,
+            max_inflight_offloads,
         )
         self.begin_pass(vp_stage or 0, policy, pp_rank)
 
-    def begin_pass(self, vp_stage: int, policy: PassPolicy, pp_rank: int = 0) -> None:
-        """Begin a pass: see :meth:`OffloadEngine.begin_pass`."""
-        if self._is_training_forward():
-            self._leave_open_regions()
-            self.graphs.close()
-            self.graphs.min_numel = policy.min_numel
-        super().begin_pass(vp_stage, policy, pp_rank)
+    def _prepare_pass(self, policy: PassPolicy) -> None:
+        self._leave_open_regions()
+        self.graphs.close()
+        self.graphs.min_numel = policy.min_numel
 
     def reset(self, **_: Any) -> None:
         """End an iteration. The schedule calls this after forward-backward, or forward alone."""

@@ -4,15 +4,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Optional
+from dataclasses import replace
+from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 
-@dataclass(frozen=True)
-class PassPolicy:
-    """The model's options for a pass.
+class PassPolicy(NamedTuple):
+    """The model's options for a pass. A tuple, since one is made and compared in each pass.
 
     No field has a default, so a caller that leaves one out fails instead of resetting it.
     """
