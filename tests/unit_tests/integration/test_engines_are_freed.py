@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from expert_layers import in_a_process
 from model_case import DENSE_MODULES, ModelCase
-from ranks import make_cheap
-from tiny_gpt import build_chunks, initialize, make_config, run_step
+from tiny_gpt import build_chunks, make_config, run_step
 
 from megatron.slipstream import attach
 from megatron.slipstream.config import OffloadConfig
@@ -35,14 +35,6 @@ NUM_STEPS = 3
 
 class Fault(Exception):
     """Raised on purpose."""
-
-
-@pytest.fixture(autouse=True)
-def _megatron() -> Iterator[None]:
-    initialize(CASE)
-    make_cheap()
-    yield
-    install.uninstall()
 
 
 def _alive() -> dict[str, int]:
@@ -169,6 +161,7 @@ ENDS: dict[str, Callable[[str], None]] = {
 
 @pytest.mark.parametrize("native", ["auto", "off"])
 @pytest.mark.parametrize("end", ENDS)
+@in_a_process
 def test_all_that_an_engine_held_is_freed(end: str, native: str) -> None:
     before = _alive()
     ENDS[end](native)
@@ -203,6 +196,7 @@ class _Anything:
     reads_memory = False
 
 
+@in_a_process
 def test_cycles_through_objects_in_cpp_are_freed() -> None:
     module = native_module()
     assert module is not None
