@@ -12,7 +12,7 @@ import pytest
 import torch
 from attached_models import equal, gradients
 from hand_driven import LAZY_NATIVE, HandDriven
-from tiny_gpt import ModelCase, compare
+from tiny_gpt import ModelCase, compare_on_ranks
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration.attach.handle import Attached, attach
@@ -137,7 +137,7 @@ def test_values_that_keep_a_fused_projection_move(native: str) -> None:
     case = ModelCase(overrides={"num_query_groups": 4})
     projected = 3 * case.seq_length * case.micro_batch_size * case.hidden_size
     offload = {"min_offloaded_tensor_size": projected, "offload_native": native}
-    done = compare(0, 1, 0, case, ["core_attn"], "cpu-lazy", [2, 2, 2], offload)
+    (done,) = compare_on_ranks(1, case, ["core_attn"], "cpu-lazy", [2, 2, 2], offload)
     assert done.difference is None
     num_moved = 2 * (case.num_layers - 1)  # micro-batches; the last layer stays
     assert done.moved_bytes == done.freed_bytes == num_moved * projected * 4
