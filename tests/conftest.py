@@ -182,7 +182,24 @@ def _device_memory_is_returned() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _engine_is_uninstalled() -> Iterator[None]:
+def _nothing_is_left_to_forks() -> Iterator[None]:
+    """A test must not leave what later forked tests would inherit; with GPUs none is forked."""
+    before = _inherited_by_forks()
+    yield
+    left = _inherited_by_forks() - before
+    assert not left, f"the test leaves {', '.join(sorted(left))}; call it in a child process"
+
+
+def _inherited_by_forks() -> set[str]:
+    if "torch" not in sys.modules or sys.modules["torch"].cuda.is_available():
+        return set()
+    from new_process import what_cannot_be_undone  # imports torch
+
+    return set(what_cannot_be_undone())
+
+
+@pytest.fixture(autouse=True)
+def _engine_is_uninstalled(_nothing_is_left_to_forks: None) -> Iterator[None]:
     """Uninstall an engine and undo patches that a test leaves: they would change later tests."""
     yield
     install = sys.modules.get("megatron.slipstream.integration.install")

@@ -139,7 +139,7 @@ def test_its_buckets_are_refused_with_the_other_experts(
     load += ["--run-record-path", "refused.json"]
     assert run_ranks(1, train_main, tmp_path, [*FLAGS, *then, *flags, *load], False) == [2]
     (line,) = (line for line in capfd.readouterr().err.splitlines() if "error: " in line)
-    assert f"was saved with moe_sync_free_experts={bool(first)}, whose" in line
+    assert f"was saved with moe_sync_free_experts={bool(first)}, and parameters" in line
     assert not (tmp_path / "refused.json").exists()
     weights_alone = _resume(tmp_path, *then, *flags, "--no-load-optim")
     assert weights_alone[0] == rest[0]

@@ -46,8 +46,13 @@ def check_can_fork() -> None:
     Raises:
         AssertionError: It has; the message names it.
     """
-    found = [name for name, is_there in CANNOT_BE_UNDONE.items() if is_there()]
+    found = what_cannot_be_undone()
     assert not found, f"a forked process would inherit {', '.join(found)} from this one"
+
+
+def what_cannot_be_undone() -> list[str]:
+    """Return by name what this process has and a forked one would inherit."""
+    return [name for name, is_there in CANNOT_BE_UNDONE.items() if is_there()]
 
 
 def begin() -> None:

@@ -26,6 +26,8 @@ from megatron.slipstream.fine_grained_activation_offload.native import native_mo
 NUMEL = 1 << 20
 SLEEP_CYCLES = 400_000_000
 """About 0.2 s on an H200; every copy here takes less than a millisecond."""
+MAX_TAILS_TRIED = 32
+"""As many streams as torch has of one priority."""
 MAX_DOUBLINGS = 4
 NUM_POISONED_BLOCKS = 64
 
@@ -297,6 +299,24 @@ def graphs_replayed_while_a_late_copy_in_writes(late: Lateness, kind: str) -> bo
     return right
 
 
+def _tail() -> _CudaTail:
+    """A tail whose stream runs beside the compute stream: no hardware queue holds both."""
+    for _ in range(MAX_TAILS_TRIED):
+        tail = _CudaTail()
+        torch.cuda.synchronize()
+        late = Lateness(SLEEP_CYCLES)
+        late.on(tail._stream)
+        torch.ones(1, device="cuda").add_(1)
+        torch.cuda.current_stream().synchronize()
+        try:
+            late.check()
+        except _TooLate:
+            continue
+        torch.cuda.synchronize()
+        return tail
+    raise AssertionError("no stream of a tail runs beside the compute stream")
+
+
 def _graph_with_tail(
     tail: _CudaTail, results: Callable[[], object], copies: Callable[[], object]
 ) -> torch.cuda.CUDAGraph:
@@ -314,7 +334,7 @@ def _graph_with_tail(
 def graph_replayed_after_late_computation(late: Lateness, _: str) -> bool:
     """E10: the graph's input is NaN until the late compute stream has written it."""
     source, value, result = _values(float("nan")), _values(1.0), _values(0.0)
-    tail = _CudaTail()
+    tail = _tail()
     graph = _graph_with_tail(tail, lambda: result.copy_(source), lambda: None)
     late.on(torch.cuda.current_stream())
     source.copy_(value)
@@ -328,7 +348,7 @@ def graph_replayed_after_late_computation(late: Lateness, _: str) -> bool:
 def results_read_while_a_late_graph_computes_them(late: Lateness, _: str) -> bool:
     """E11: the graph sleeps before it writes its result."""
     source, result = _values(1.0), _values(0.0)
-    tail = _CudaTail()
+    tail = _tail()
 
     def compute() -> None:
         late.sleep()
@@ -349,7 +369,7 @@ def results_read_while_a_late_graph_computes_them(late: Lateness, _: str) -> boo
 def slot_memory_written_while_a_late_tail_reads_it(late: Lateness, _: str) -> bool:
     """E12: the graph sleeps before its last copy, whose source its next user overwrites."""
     source, copy = _values(1.0), _values(0.0)
-    tail = _CudaTail()
+    tail = _tail()
 
     def copy_late() -> None:
         late.sleep()
