@@ -191,7 +191,7 @@ def _nothing_is_left_to_forks() -> Iterator[None]:
 
 
 def _inherited_by_forks() -> set[str]:
-    if "torch" not in sys.modules or sys.modules["torch"].cuda.is_available():
+    if "torch.distributed" not in sys.modules or num_places():
         return set()
     from new_process import what_cannot_be_undone  # imports torch
 

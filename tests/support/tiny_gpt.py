@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -197,6 +198,7 @@ def compare(
         expected, baseline_peak = torch.load(io.BytesIO(without[rank]))
 
     install.uninstall()
+    gc.collect()  # The other model's memory would count.
     manager = install.install(OffloadConfig(offload_backend=backend, **own))
     config = make_config(case, offload_modules, **offload)
     with _counted(manager.store.backend, reads_memory) as memory, _compiled_again(case):

@@ -38,7 +38,9 @@ def run_pytest(folder: Path, test_source: str, num_gpus: int, *options: str) -> 
     stub = folder / "stub" / "torch"
     stub.mkdir(parents=True)
     (stub / "__init__.py").write_text("from . import cuda\n")
-    (stub / "cuda.py").write_text(f"def device_count(): return {num_gpus}\n")
+    (stub / "cuda.py").write_text(
+        f"def device_count(): return {num_gpus}\ndef is_initialized(): return False\n"
+    )
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", *options],
         cwd=folder,
@@ -63,6 +65,7 @@ def test_a_marked_test_runs_only_with_enough_gpus(
 ) -> None:
     output = run_pytest(tmp_path, MARKED, num_gpus)
     assert f"{num_passed} passed" in output, output
+    assert "error" not in output, output
     if num_gpus < 4:
         assert f"needs 4 GPU(s), there are {num_gpus}" in output, output
 
