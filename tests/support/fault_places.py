@@ -16,8 +16,12 @@ import megatron.slipstream.fine_grained_activation_offload as engine
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 
 ENGINE = str(Path(engine.__file__).parent)
-DEVICES = ("backend.py", "backends.py", "cpu_backends.py", "cuda_backend.py")
-"""Files that imitate or call a device, whose calls are not interrupted halfway."""
+DEVICES = (
+    *("backend.py", "backends.py", "cpu_backends.py", "cuda_backend.py"),
+    "multiprocessing/reductions.py",
+)
+"""Files that imitate or call a device, whose calls are not interrupted halfway; torch's weak
+reference to a storage, in Python, fails in its destructor if its constructor is interrupted."""
 
 
 QUERIES = frozenset(

@@ -198,10 +198,10 @@ def compare(
         expected, baseline_peak = torch.load(io.BytesIO(without[rank]))
 
     install.uninstall()
-    gc.collect()  # The other model's memory would count.
     manager = install.install(OffloadConfig(offload_backend=backend, **own))
     config = make_config(case, offload_modules, **offload)
     with _counted(manager.store.backend, reads_memory) as memory, _compiled_again(case):
+        gc.collect()  # The other model's memory would count.
         chunks = build_chunks(case, config)
         difference = first_difference(expected, train_steps(case, config, chunks, counts))
         claimed = manager.offload_summary_total_bytes
