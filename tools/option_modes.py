@@ -130,7 +130,7 @@ OF_TRAINING: dict[str, Row] = {
     "megatron_output_path": Row("-", _NONE),
     "eval_before_training": Row(True, _NONE),
     "run_record_path": Row("record.json", _NONE),
-    "output_interval": Row(3, _NONE),
+    "output_interval": Row(3, _NONE, {"run_record_path": "record.json"}),
 }
 """Other flags of the training script."""
 

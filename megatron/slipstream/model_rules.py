@@ -421,6 +421,13 @@ NO_EFFECT_ON_MEGATRON = Rule(
     "{names}: no effect with offload_engine=megatron, which has no such options",
     "set offload_engine=slipstream, or leave them out",
 )
+NO_FILES = Rule(
+    "no-files",
+    "warning",
+    "output_interval={interval}: no effect, since no file is written",
+    "name one with --run-record-path, --offload-report-path or --offload-trace-path, or leave it "
+    "out",
+)
 NOTHING_TO_MOVE = Rule(
     "nothing-to-move",
     "warning",

@@ -11,6 +11,7 @@ from megatron.slipstream.estimate.training_command import Words
 from megatron.slipstream.model_rules import (
     NO_EFFECT,
     NO_EFFECT_ON_MEGATRON,
+    NO_FILES,
     NOTHING_TO_MOVE,
     REFUSED_BY_MEGATRON,
     STAYS,
@@ -57,7 +58,8 @@ TOPIC = Topic(
             "training stops at the first wrong flag; the doctor finds all at once",
             _flags,
             (
-                *(REFUSED_BY_MEGATRON, STAYS, NO_EFFECT, NO_EFFECT_ON_MEGATRON, NOTHING_TO_MOVE),
+                *(REFUSED_BY_MEGATRON, STAYS, NO_EFFECT, NO_EFFECT_ON_MEGATRON, NO_FILES),
+                NOTHING_TO_MOVE,
                 preflight.DATASET_MISSING,
                 preflight.DATASET_CORRUPT,
                 preflight.TOKEN_OUTSIDE_VOCABULARY,

@@ -34,6 +34,7 @@ from megatron.slipstream.model_rules import (
     CHECKPOINT_RULES,
     NO_EFFECT,
     NO_EFFECT_ON_MEGATRON,
+    NO_FILES,
     NOTHING_TO_MOVE,
     STAYS,
     check_model_options,
@@ -60,7 +61,7 @@ OptionCheck = Callable[[Any], list[Finding]]
 def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
     """Return findings about parsed options, on any machine; ``argv`` are their flags."""
     findings = _of_all(OPTION_CHECKS, args)
-    return findings + unused_flags(args, argv)
+    return findings + unused_flags(args, argv) + _unused_interval(args, argv)
 
 
 def check_run(args: Any) -> list[Finding]:
@@ -138,6 +139,15 @@ def unused_flags(args: Any, argv: Sequence[str]) -> list[Finding]:
     unused = [name for name in options if "--" + name.replace("_", "-") in given]
     unused = [name for name in unused if rule is NO_EFFECT or name != "offload_engine"]
     return [rule.found(names=", ".join(unused))] if unused else []
+
+
+def _unused_interval(args: Any, argv: Sequence[str]) -> list[Finding]:
+    is_own = args.fine_grained_activation_offloading and args.offload_engine == "slipstream"
+    of_engine = args.offload_report_path, args.offload_trace_path
+    if args.run_record_path or (is_own and any(of_engine)):
+        return []
+    is_given = any(word.split("=")[0] == "--output-interval" for word in argv)
+    return [NO_FILES.found(interval=args.output_interval)] if is_given else []
 
 
 # Machine, data and files

@@ -116,7 +116,8 @@ TESTED_BY = {
     "test_a_mistake_is_one_line_that_names_option_and_cure",
     "run_record_path": "integration/test_run_files.py::"
     "test_the_files_are_there_however_a_training_ends",
-    "output_interval": "integration/test_run_files.py::test_a_negative_interval_is_refused",
+    "output_interval": "integration/test_run_files.py::"
+    "test_the_files_are_there_however_a_training_ends",
 }
 """The test of each option's effect."""
 

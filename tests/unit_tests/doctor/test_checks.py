@@ -282,7 +282,7 @@ CASES = {
 OF_THE_COMMAND = {
     command.REFUSED_BY_MEGATRON.name,
     *(command.STAYS.name, command.NO_EFFECT.name, command.NO_EFFECT_ON_MEGATRON.name),
-    command.NOTHING_TO_MOVE.name,
+    *(command.NO_FILES.name, command.NOTHING_TO_MOVE.name),
     *(problem.name for problem in preflight.RULES if "data" in problem.name),
     preflight.TOKEN_OUTSIDE_VOCABULARY.name,
 }

@@ -252,6 +252,25 @@ def test_settings_of_the_engine_do_not_matter_where_none_is_asked_for(tmp_path: 
     assert result["warnings"] == []
 
 
+@pytest.mark.parametrize(
+    "flags, is_warned",
+    [
+        ("", True),
+        ("--offload-report-path report.json", False),
+        ("--run-record-path record.json", False),
+    ],
+)
+def test_an_interval_without_a_file_is_warned_of(
+    flags: str, is_warned: bool, tmp_path: Path
+) -> None:
+    offload = [*OFFLOAD, "core_attn", "attn_proj", "--output-interval=5"]
+    warnings = check(tmp_path, [*MODEL, *MOCK, *offload, *flags.split()])["warnings"]
+    assert [w for w in warnings if w.startswith("output_interval=5: no effect")] == (
+        warnings if is_warned else []
+    )
+    assert len(warnings) == is_warned
+
+
 OWN = [
     "--offload-backend=cpu",
     *"--offload-release-lag 3 --offload-prefetch-depth 3 --offload-target-memory-gib 3".split(),
