@@ -26,7 +26,7 @@ from megatron.slipstream.context_parallel.options import DynamicContextParallelO
 from megatron.slipstream.experts.options import ExpertOptions
 from megatron.slipstream.integration import compat, cpu_only
 from megatron.slipstream.integration.config_file import config_from_environment
-from megatron.slipstream.integration.flag_names import did_you_mean
+from megatron.slipstream.integration.flag_names import did_you_mean, given_flags
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.model_rules import MODULE_NAMES
 from megatron.slipstream.packed_sequences.options import PackingOptions
@@ -174,7 +174,7 @@ def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
     """
     if {"-h", "--help", "--help-all"} & set(argv):
         raise ValueError("the flags ask for help, so there is nothing to check; leave --help out")
-    if any(argument.split("=")[0] == "--yaml-cfg" for argument in argv):
+    if "--yaml-cfg" in given_flags(argv):
         raise ValueError(
             "yaml_cfg is not supported with this script because megatron's YAML path drops the "
             "flags of others; give the settings as flags"
@@ -192,7 +192,7 @@ def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
 
 def defaults_of_machine(argv: Sequence[str]) -> list[str]:
     """Return and log flags that training on this machine needs and the user did not give."""
-    given = {argument.split("=")[0] for argument in argv}
+    given = given_flags(argv)
     if torch.cuda.is_available():
         needed, reason = _GPU_DEFAULTS, "Apex is not installed; running"
         if preflight.is_installed(_APEX_FUSED_WEIGHT_GRADIENT):

@@ -25,6 +25,7 @@ from megatron.slipstream.context_parallel.options import check_dynamic_context_p
 from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
 from megatron.slipstream.experts.options import check_experts
 from megatron.slipstream.integration import compat
+from megatron.slipstream.integration.flag_names import given_flags
 from megatron.slipstream.integration.frameworks.options import (
     OffloadOptions,
     defaults_of_later_options,
@@ -135,7 +136,7 @@ def unused_flags(args: Any, argv: Sequence[str]) -> list[Finding]:
         rule, options = NO_EFFECT_ON_MEGATRON, own
     else:
         return []
-    given = {word.split("=")[0] for word in argv}
+    given = given_flags(argv)
     unused = [name for name in options if "--" + name.replace("_", "-") in given]
     unused = [name for name in unused if rule is NO_EFFECT or name != "offload_engine"]
     return [rule.found(names=", ".join(unused))] if unused else []
@@ -146,7 +147,7 @@ def _unused_interval(args: Any, argv: Sequence[str]) -> list[Finding]:
     of_engine = args.offload_report_path, args.offload_trace_path
     if args.run_record_path or (is_own and any(of_engine)):
         return []
-    is_given = any(word.split("=")[0] == "--output-interval" for word in argv)
+    is_given = "--output-interval" in given_flags(argv)
     return [NO_FILES.found(interval=args.output_interval)] if is_given else []
 
 

@@ -34,6 +34,11 @@ _FIELD = re.compile(r"""^    ["']?([a-z]\w*)["']?: (bool = True)?""", re.MULTILI
 """Megatron's parser creates flags from dataclass fields; negated flags if the default is True."""
 
 
+def given_flags(arguments: Sequence[str]) -> set[str]:
+    """Return the flags of a command line, without values, and its other words."""
+    return {argument.split("=")[0] for argument in arguments}
+
+
 def refuse_misspelt_flags(arguments: Sequence[str]) -> None:
     """Refuse unknown flags that resemble one of megatron's or Slipstream's.
 
