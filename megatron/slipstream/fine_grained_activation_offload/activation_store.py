@@ -266,13 +266,7 @@ class ActivationStore:
         known = self._by_memory.get(memory)
         storage = None if known is None else known()
         if storage is None or not storage.serves(tensor):
-            base = tensor._base  # A parameter's transpose, say, is a plain tensor.
-            if base is not None and isinstance(base, torch.nn.Parameter):
-                kind = Staying.PARAMETER
-            elif not is_there(tensor):
-                kind = Staying.DISCARDED
-            elif tensor.untyped_storage().nbytes() // tensor.itemsize < group.min_numel:
-                kind = Staying.SMALL
+            kind = _why_its_storage_stays(tensor, group.min_numel)
             if kind is not None:
                 group.kinds_staying |= kind.bit
                 return _keep(tensor)
@@ -632,6 +626,18 @@ def _not_in_cpp(*_: Any) -> bool:
 
 
 def _none_in_cpp(*_: Any) -> None:
+    return None
+
+
+def _why_its_storage_stays(tensor: torch.Tensor, min_numel: int) -> Optional[Staying]:
+    """Return why the storage of a tensor that may move cannot; None if it can."""
+    base = tensor._base  # A parameter's transpose, say, is a plain tensor.
+    if base is not None and isinstance(base, torch.nn.Parameter):
+        return Staying.PARAMETER
+    if not is_there(tensor):
+        return Staying.DISCARDED
+    if tensor.untyped_storage().nbytes() // tensor.itemsize < min_numel:
+        return Staying.SMALL
     return None
 
 

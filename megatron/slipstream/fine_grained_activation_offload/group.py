@@ -43,16 +43,8 @@ class OffloadTensorGroup:
     """
 
     __slots__ = (
-        *("serial", "label", "key", "name", "state", "min_numel"),
-        *(
-            "is_read_first",
-            "untracked_in",
-            "held",
-            "nbytes",
-            "kinds_staying",
-            "_storages",
-            "__weakref__",
-        ),
+        *("serial", "label", "key", "name", "state", "min_numel", "is_read_first"),
+        *("untracked_in", "held", "nbytes", "kinds_staying", "_storages", "__weakref__"),
     )
 
     def __init__(self, label: GroupLabel, min_numel: int = 1) -> None:
