@@ -107,8 +107,7 @@ def profile(run: Callable[[int], Any], iteration: int) -> Optional[Profile]:
     """Run one iteration under torch's profiler; return None without a GPU."""
     if not use_gpu():
         return None
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as torch_profile
+    from torch.profiler import ProfilerActivity, profile as torch_profile
 
     with torch_profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run(iteration)

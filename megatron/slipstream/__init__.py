@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from megatron.slipstream.integration.attach.handle import attach as attach
     from megatron.slipstream.integration.chunk_graphs import (
         close_graphs as close_graphs,
-    )
-    from megatron.slipstream.integration.chunk_graphs import (
         replay_chunks as replay_chunks,
     )
     from megatron.slipstream.integration.context_parallel_groups import (
@@ -33,17 +31,9 @@ if TYPE_CHECKING:
     )
     from megatron.slipstream.integration.frameworks.options import (
         ModelFacts as ModelFacts,
-    )
-    from megatron.slipstream.integration.frameworks.options import (
         OffloadOptions as OffloadOptions,
-    )
-    from megatron.slipstream.integration.frameworks.options import (
         apply_overrides as apply_overrides,
-    )
-    from megatron.slipstream.integration.frameworks.options import (
         to_cli as to_cli,
-    )
-    from megatron.slipstream.integration.frameworks.options import (
         to_transformer_overrides as to_transformer_overrides,
     )
     from megatron.slipstream.integration.graph_layers import (
@@ -51,23 +41,11 @@ if TYPE_CHECKING:
     )
     from megatron.slipstream.integration.install import (
         bind as bind,
-    )
-    from megatron.slipstream.integration.install import (
         gather_report as gather_report,
-    )
-    from megatron.slipstream.integration.install import (
         install as install,
-    )
-    from megatron.slipstream.integration.install import (
         report as report,
-    )
-    from megatron.slipstream.integration.install import (
         save_trace as save_trace,
-    )
-    from megatron.slipstream.integration.install import (
         suspended as suspended,
-    )
-    from megatron.slipstream.integration.install import (
         uninstall as uninstall,
     )
     from megatron.slipstream.integration.moe import (

@@ -7,9 +7,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron.slipstream.estimate.schedules import Pass as Pass  # Tests have them from here.
-from megatron.slipstream.estimate.schedules import Schedule, one_f_one_b
-from megatron.slipstream.estimate.schedules import interleaved as interleaved
+from megatron.slipstream.estimate.schedules import (
+    Pass as Pass,  # Tests have them from here.
+    Schedule,
+    interleaved as interleaved,
+    one_f_one_b,
+)
 from megatron.slipstream.plan.trace import (
     BACKWARD,
     OUTPUT_LAYER,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""No module of the default run is skipped as a whole for want of a package."""
+"""No test module of the default run is skipped because a package is missing."""
 
 from __future__ import annotations
 

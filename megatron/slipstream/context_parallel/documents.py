@@ -36,11 +36,11 @@ from megatron.slipstream.packed_sequences.dataset import (
     Corpus,
     PackIndex,
     PackingPlan,
+    _watched as watched,
     document_stream,
     load_index,
     save_index,
 )
-from megatron.slipstream.packed_sequences.dataset import _watched as watched
 from megatron.slipstream.packed_sequences.packing import Pack, PackLimits, Piece
 
 SIZE_KEY = "context_parallel_size"

@@ -9,8 +9,7 @@ import io
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from make_trace import Model, one_f_one_b, trace_of
 
 from megatron.slipstream.estimate import frontier_picture

@@ -5,8 +5,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from megatron.slipstream.estimate.schedules import (
     Pass,

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from megatron.slipstream.experts.fixed_exchange import FixedExchange
 

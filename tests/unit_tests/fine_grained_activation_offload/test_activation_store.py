@@ -12,8 +12,7 @@ from typing import Optional
 import pytest
 import torch
 from hand_driven import LAZY_NATIVE, HandDriven
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.autograd import forward_ad
 
 from megatron.slipstream.fine_grained_activation_offload import activation_store

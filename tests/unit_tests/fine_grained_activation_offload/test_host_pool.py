@@ -11,8 +11,7 @@ from typing import Optional
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from make_trace import Schedule, interleaved, one_f_one_b
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_gpt import ModelCase, initialize, make_config
-from tiny_gpt import train as train_chunks
+from tiny_gpt import ModelCase, initialize, make_config, train as train_chunks
 
 from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig

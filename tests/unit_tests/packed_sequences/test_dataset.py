@@ -14,8 +14,7 @@ from typing import Any, Literal, Optional
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from megatron.slipstream.packed_sequences import dataset
 from megatron.slipstream.packed_sequences.dataset import (

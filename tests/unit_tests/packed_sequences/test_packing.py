@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from megatron.slipstream.packed_sequences.packing import (
     Pack,

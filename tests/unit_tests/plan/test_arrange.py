@@ -14,8 +14,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from make_trace import Model, one_f_one_b, one_pass, timed, trace_of
 
 from megatron.slipstream.plan.arrange import Timing, arrange, margin_ms, replay

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from make_trace import Model, interleaved, one_f_one_b, one_pass, trace_of
 
 from megatron.slipstream.plan.actions import Plan

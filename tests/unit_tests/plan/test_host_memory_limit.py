@@ -8,8 +8,7 @@ import dataclasses
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from make_trace import Model, interleaved, keys, one_f_one_b, one_pass, timed, trace_of
 
 from megatron.slipstream.plan.actions import Plan

@@ -17,8 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 from make_trace import (
     Model,
     Schedule,

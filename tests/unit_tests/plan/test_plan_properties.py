@@ -7,8 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from make_trace import Model, Schedule, interleaved, one_f_one_b, trace_of
 
 from megatron.slipstream.plan.actions import ActionKind, Plan
