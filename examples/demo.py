@@ -42,7 +42,7 @@ _SHARED_FLAGS = """
     --seq-length 128 --max-position-embeddings 128 --position-embedding-type rope
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
     --micro-batch-size 4 --global-batch-size 8
-    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1
+    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.125 --weight-decay 0.1
     --adam-beta2 0.95
     --split 95,5,0 --eval-iters 8 --eval-before-training --log-interval 1 --seed 1234
 """.split()
