@@ -88,7 +88,8 @@ def train_steps(
 ) -> Iterator[list[torch.Tensor]]:
     """Run a step per entry of ``counts``. Yields for each its losses followed by all gradients.
 
-    Weights do not change, so that each step can be compared on its own.
+    Weights do not change, so that each step can be compared on its own. The yielded list is
+    emptied before the next step: gradients of a previous step would count in its peak.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -97,14 +98,15 @@ def train_steps(
             chunk.zero_grad(set_to_none=True)
         torch.manual_seed(step)
         model_parallel_cuda_manual_seed(step, force_reset_rng=True)
-        losses = run_step(case, config, chunks, step, count)
-        gradients = [
+        results = run_step(case, config, chunks, step, count)
+        results += [
             parameter.grad
             for chunk in chunks
             for parameter in chunk.parameters()
             if parameter.grad is not None
         ]
-        yield [*losses, *gradients]
+        yield results
+        results.clear()
 
 
 def first_difference(
@@ -122,6 +124,7 @@ def first_difference(
             if not torch.equal(a, b):
                 difference = (a.float() - b.float()).abs().max()
                 return f"step {step}, tensor {index} of shape {list(a.shape)}: up to {difference}"
+        a = b = None  # The next step's peak would count them.
     return None
 
 
