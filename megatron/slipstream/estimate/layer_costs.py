@@ -10,9 +10,12 @@ not counted; each makes a real step longer.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Optional
 
 from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.saved_tensors import is_input_norm_fused
+from megatron.slipstream.plan.settings import WHOLE, LayerSetting
 from megatron.slipstream.plan.trace import OUTPUT_LAYER
 
 BACKWARD_PER_FORWARD = 2.0
@@ -29,30 +32,45 @@ class Cost(NamedTuple):
     traffic_bytes: float = 0.0
     """Bytes that memory-bound operations read and write in forward."""
     backward_factor: float = BACKWARD_PER_FORWARD
-    is_recomputed: bool = False
-    """Whether backward reruns the forward."""
+    rerun_share: float = 0.0
+    """The share of the forward that backward runs again, before its own operations."""
+
+    @property
+    def rerun_flops(self) -> float:
+        """Operations of matrix products that backward runs again."""
+        return self.flops * self.rerun_share
+
+    @property
+    def rerun_traffic_bytes(self) -> float:
+        """Bytes of memory-bound operations that backward runs again."""
+        return self.traffic_bytes * self.rerun_share
 
     @property
     def backward_flops(self) -> float:
-        """Operations of matrix products in backward."""
-        return self.flops * (self.backward_factor + self.is_recomputed)
+        """Operations of matrix products in backward, with those that run again."""
+        return self.flops * (self.backward_factor + self.rerun_share)
 
     @property
     def backward_traffic_bytes(self) -> float:
-        """Bytes that memory-bound operations read and write in backward."""
-        return self.traffic_bytes * (self.backward_factor + self.is_recomputed)
+        """Bytes of memory-bound operations in backward, with those that it runs again."""
+        return self.traffic_bytes * (self.backward_factor + self.rerun_share)
 
 
-def layer_costs(shape: ModelShape, layer: int) -> dict[str, Cost]:
+def layer_costs(
+    shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None
+) -> dict[str, Cost]:
     """Return the costs of a layer's parts, in forward order.
 
     Args:
         shape: The model.
         layer: Index of the layer, from 0.
+        setting: What backward recomputes of the layer; None for the shape's.
     """
+    is_moe = shape.is_moe(layer)
+    setting = shape.setting_of(layer) if setting is None else setting
     attention, residual = _attention(shape), _residual(shape)
-    feed_forward = _experts(shape) if shape.is_moe(layer) else _mlp(shape)
-    return {
+    feed_forward = _experts(shape) if is_moe else _mlp(shape)
+    found = {
         "attn_norm": _norm(shape),
         **attention,
         "attn_residual": residual,
@@ -60,6 +78,33 @@ def layer_costs(shape: ModelShape, layer: int) -> dict[str, Cost]:
         **feed_forward,
         "mlp_residual": residual,
     }
+    again = dict.fromkeys(found, 1.0) if setting == WHOLE else _reruns(shape, is_moe, setting)
+    return {part: cost._replace(rerun_share=again.get(part, 0.0)) for part, cost in found.items()}
+
+
+_EXPERTS = ("expert_fc1", "moe_act", "expert_fc2")
+_RERUN_PARTS: Mapping[str, tuple[str, ...]] = {
+    "core_attn": ("core_attn",),
+    "mla_up_proj": ("qkv_linear", "rotary"),
+    "mlp": ("mlp_fc1", "mlp_act", "mlp_fc2"),
+    "moe_act": ("moe_act",),
+    "moe": ("router", "shared_experts", *_EXPERTS, "combine"),
+    "shared_experts": ("shared_experts",),
+}
+"""The parts that backward runs again for each of megatron-core's ``recompute_modules``."""
+
+
+def _reruns(shape: ModelShape, is_moe: bool, setting: LayerSetting) -> dict[str, float]:
+    """Return the share of each part that backward runs again."""
+    again = {part: 1.0 for module in setting for part in _RERUN_PARTS.get(module, ())}
+    if "mla_up_proj" in setting and shape.latent_attention is not None:
+        up, down = _latent_projections(shape)
+        again["qkv_linear"] = up / (up + down)
+    # A fused norm runs again with its linear layer.
+    mlp_norm = "mlp" if shape.uses_transformer_engine and not is_moe else "layernorm"
+    again["attn_norm"] = float("layernorm" in setting and not is_input_norm_fused(shape))
+    again["mlp_norm"] = float(mlp_norm in setting)
+    return again
 
 
 def head_costs(shape: ModelShape) -> dict[str, Cost]:
@@ -83,6 +128,18 @@ def attended_pairs(shape: ModelShape) -> float:
     return (length * window - window * window / 2) / shape.parallelism.cp
 
 
+def _latent_projections(shape: ModelShape) -> tuple[float, float]:
+    """Return the operations of multi-latent attention's up- and down-projections."""
+    latent, hidden = shape.latent_attention, shape.hidden_size
+    assert latent is not None
+    key_width = latent.qk_head_dim + latent.qk_pos_emb_head_dim
+    up = (latent.q_lora_rank or hidden) * shape.heads * key_width
+    up += latent.kv_lora_rank * shape.heads * (latent.qk_head_dim + latent.v_head_dim)
+    # Down projections are replicated on the tensor-parallel ranks, each for its own tokens.
+    down = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim + (latent.q_lora_rank or 0))
+    return 2.0 * shape.tokens * up, 2.0 * shape.region_tokens * down
+
+
 def _attention(shape: ModelShape) -> dict[str, Cost]:
     size, hidden, latent = shape.element_bytes, shape.hidden_size, shape.latent_attention
     tokens, tp = shape.tokens, shape.parallelism.tp
@@ -91,13 +148,7 @@ def _attention(shape: ModelShape) -> dict[str, Cost]:
     if latent:
         key_width = latent.qk_head_dim + latent.qk_pos_emb_head_dim
         value_width, groups = latent.v_head_dim, shape.heads
-        query_in = latent.q_lora_rank or hidden
-        weights = query_in * shape.heads * key_width
-        weights += latent.kv_lora_rank * groups * (latent.qk_head_dim + value_width)
-        # Down projections are replicated on the tensor-parallel ranks, each for its own tokens.
-        down = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
-        down += hidden * latent.q_lora_rank if latent.q_lora_rank else 0
-        project = 2.0 * (tokens * weights + shape.region_tokens * down)
+        project = sum(_latent_projections(shape))
     else:
         project = 2.0 * tokens * hidden * (shape.heads + 2 * groups) * shape.head_dim
     query, key, value = (
@@ -115,81 +166,56 @@ def _attention(shape: ModelShape) -> dict[str, Cost]:
         pairs *= 2
         scores = 4.0 * pairs * size
     return {
-        "qkv_linear": Cost(project, is_recomputed=shape.recomputes("mla_up_proj")),
+        "qkv_linear": Cost(project),
         "rotary": Cost(0.0, 2.0 * (query + key + value)),
         "core_attn": Cost(
             2.0 * pairs * (key_width + value_width),
             scores,
             ATTENTION_BACKWARD_PER_FORWARD,
-            shape.recomputes("core_attn"),
         ),
         "attn_proj": Cost(2.0 * tokens * hidden * shape.num_attention_heads / tp * value_width),
     }
 
 
 def _mlp(shape: ModelShape) -> dict[str, Cost]:
-    width = shape.ffn_hidden_size // shape.parallelism.tp
-    return _projections(shape, "mlp", shape.tokens, width, shape.recomputes("mlp"))
+    return _projections(shape, "mlp", shape.tokens, shape.ffn_hidden_size // shape.parallelism.tp)
 
 
 def _experts(shape: ModelShape) -> dict[str, Cost]:
     experts = shape.experts
     assert experts is not None
     hidden, size, par = shape.hidden_size, shape.element_bytes, shape.parallelism
-    recomputed = shape.recomputes("moe")
     one_copy = shape.region_tokens * hidden * size
     routed = one_copy * experts.topk
     rows, width = shape.expert_tokens, experts.ffn_hidden_size // par.etp
     found = {
         "router": Cost(
-            2.0 * shape.region_tokens * hidden * experts.num_experts,
-            one_copy + 2.0 * routed,
-            is_recomputed=recomputed,
+            2.0 * shape.region_tokens * hidden * experts.num_experts, one_copy + 2.0 * routed
         )
     }
     if experts.shared_ffn_hidden_size:
-        shared = _projections(
-            shape,
-            "shared",
-            shape.tokens,
-            experts.shared_ffn_hidden_size // par.tp,
-            recomputed or shape.recomputes("shared_experts"),
-        )
+        width_of_shared = experts.shared_ffn_hidden_size // par.tp
+        shared = _projections(shape, "shared", shape.tokens, width_of_shared).values()
         found["shared_experts"] = Cost(
-            sum(cost.flops for cost in shared.values()),
-            sum(cost.traffic_bytes for cost in shared.values()),
-            is_recomputed=shared["shared_fc1"].is_recomputed,
+            sum(cost.flops for cost in shared), sum(cost.traffic_bytes for cost in shared)
         )
-    first, activation, second = _projections(shape, "expert", rows, width, recomputed).values()
-    activation = activation._replace(is_recomputed=recomputed or shape.recomputes("moe_act"))
-    return found | {
-        "expert_fc1": first,
-        "moe_act": activation,
-        "expert_fc2": second,
-        "combine": Cost(0.0, routed + one_copy, is_recomputed=recomputed),
-    }
+    found |= zip(_EXPERTS, _projections(shape, "expert", rows, width).values(), strict=True)
+    return found | {"combine": Cost(0.0, routed + one_copy)}
 
 
-def _projections(
-    shape: ModelShape, prefix: str, rows: int, width: int, is_recomputed: bool
-) -> dict[str, Cost]:
+def _projections(shape: ModelShape, prefix: str, rows: int, width: int) -> dict[str, Cost]:
     """Return the costs of two linear layers and the activation function between them."""
     factor = 2 if shape.gated_linear_unit else 1
     flops = 2.0 * rows * shape.hidden_size * width
     return {
-        f"{prefix}_fc1": Cost(factor * flops, is_recomputed=is_recomputed),
-        f"{prefix}_act": Cost(
-            0.0,
-            1.0 * rows * width * (factor + 1) * shape.element_bytes,
-            is_recomputed=is_recomputed,
-        ),
-        f"{prefix}_fc2": Cost(flops, is_recomputed=is_recomputed),
+        f"{prefix}_fc1": Cost(factor * flops),
+        f"{prefix}_act": Cost(0.0, 1.0 * rows * width * (factor + 1) * shape.element_bytes),
+        f"{prefix}_fc2": Cost(flops),
     }
 
 
 def _norm(shape: ModelShape) -> Cost:
-    nbytes = 2.0 * shape.region_tokens * shape.hidden_size * shape.element_bytes
-    return Cost(0.0, nbytes, is_recomputed=shape.recomputes("layernorm"))
+    return Cost(0.0, 2.0 * shape.region_tokens * shape.hidden_size * shape.element_bytes)
 
 
 def _residual(shape: ModelShape) -> Cost:

@@ -8,9 +8,11 @@ derives the tensors that a layer saves, :mod:`layer_costs` its compute time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, Optional
+
+from megatron.slipstream.plan.settings import NOTHING, Assignment, LayerSetting
 
 AttentionBackend = Literal["fused", "flash", "unfused", "local"]
 ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = ("fused", "flash", "unfused", "local")
@@ -143,8 +145,14 @@ class ModelShape:
     attention_dropout: float = 0.0
     """Applies to ``unfused`` and ``local`` core attention."""
     hidden_dropout: float = 0.0
-    recompute_modules: frozenset[str] = frozenset()
-    """``recompute_modules`` of ``recompute_granularity='selective'``; empty recomputes nothing."""
+    recompute_modules: LayerSetting = NOTHING
+    """What backward recomputes of every layer: ``recompute_modules`` of
+    ``recompute_granularity='selective'``, or the whole layer (``'full'``)."""
+    layer_settings: Assignment = ()
+    """The setting of each layer, in the order of the model, if they differ."""
+    layers_per_checkpoint: int = 1
+    """Layers that one checkpoint of whole layers recomputes (``recompute_num_layers`` of
+    ``recompute_method='uniform'``); only the first layer of each saves its input."""
     parallelism: Parallelism = field(default_factory=Parallelism)
     layers_per_chunk: tuple[tuple[int, ...], ...] = ()
     """Layers of each chunk, ``[pp rank][virtual stage]``; empty divides them evenly."""
@@ -218,8 +226,24 @@ class ModelShape:
         return self.experts is not None and (not self.moe_layers or self.moe_layers[layer])
 
     def recomputes(self, module: str) -> bool:
-        """Return whether a module is recomputed in backward."""
+        """Return whether backward recomputes a module on its own, outside of a whole layer."""
         return module in self.recompute_modules
+
+    def with_setting(self, setting: LayerSetting) -> ModelShape:
+        """Return the same model with one setting for all layers."""
+        if setting == self.recompute_modules and not self.layer_settings:
+            return self
+        return replace(self, recompute_modules=setting, layer_settings=())
+
+    def setting_of(self, layer: int) -> LayerSetting:
+        """Return what backward recomputes of a layer."""
+        return self.layer_settings[layer] if self.layer_settings else self.recompute_modules
+
+    @cached_property
+    def checkpoint_starts(self) -> frozenset[int]:
+        """The layers that start a checkpoint if whole layers are recomputed."""
+        step = self.layers_per_checkpoint
+        return frozenset(layer for chunk in self.chunks for layer in chunk.layers[::step])
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:

@@ -17,20 +17,25 @@ values that are strided views of the projection's output, so that output is not 
 To recompute a norm or an activation function, megatron-core frees its output after use and reruns
 the operation in backward. The output then takes no memory; the module's own group saves the input
 for the rerun, and the input is offloaded with the group. Core attention is recomputed outside of
-its group, so the tensors that its checkpoint keeps are not offloaded.
+its group, so the tensors that its checkpoint keeps are not offloaded. A checkpoint of whole layers
+saves only the input of the first, in a group of its own.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from megatron.slipstream.estimate.model_shapes import LatentAttention, ModelShape
+from megatron.slipstream.plan.settings import WHOLE, LayerSetting
 
 MODULES = (
     *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
     *("expert_fc1", "moe_act"),
 )
 """megatron-core's ``offload_modules`` that are modelled, in layer order."""
+
+CHECKPOINT_INPUTS = "checkpoint_inputs"
+"""The part, and the group, of a checkpoint of whole layers (``offload_checkpoint_inputs``)."""
 
 KEPT_BY_RECOMPUTATION = "recomputation reads it too"
 """See [Note: Saved tensors under recomputation]."""
@@ -53,35 +58,44 @@ Saved = dict[str, tuple[SavedTensor, ...]]
 """The saved tensors of each part."""
 
 
-def saved_tensors(shape: ModelShape, layer: int) -> Saved:
+def saved_tensors(shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None) -> Saved:
     """Return the tensors that the parts of a layer save for one micro-batch on one rank.
 
     Args:
         shape: The model.
         layer: Index of the layer, from 0.
+        setting: What backward recomputes of the layer; None for the shape's.
 
     Returns:
         The tensors of each part that saves any, in forward order.
     """
-    maker = _Layer(shape, shape.is_moe(layer))
+    setting = shape.setting_of(layer) if setting is None else setting
+    maker = _Layer(shape.with_setting(setting), shape.is_moe(layer))
+    if setting == WHOLE:
+        return {CHECKPOINT_INPUTS: maker.input()} if layer in shape.checkpoint_starts else {}
     found = {**maker.attention(), **maker.feed_forward()}
     return {part: tensors for part, tensors in found.items() if tensors}
 
 
-def marked_modules(shape: ModelShape, layer: int) -> tuple[str, ...]:
+def marked_modules(
+    shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None
+) -> tuple[str, ...]:
     """Return the parts of a layer that megatron-core can mark as groups, in layer order."""
-    moe, recomputes = shape.is_moe(layer), shape.recomputes
+    moe = shape.is_moe(layer)
+    recomputed = shape.setting_of(layer) if setting is None else setting
+    if recomputed == WHOLE:
+        return (CHECKPOINT_INPUTS,) if layer in shape.checkpoint_starts else ()
     is_there = {
-        "attn_norm": not _is_input_norm_fused(shape),
-        "core_attn": not recomputes("core_attn"),
+        "attn_norm": not is_input_norm_fused(shape),
+        "core_attn": "core_attn" not in recomputed,
         "mlp_norm": moe or not shape.uses_transformer_engine,
-        "expert_fc1": moe and not recomputes("moe"),
-        "moe_act": moe and not recomputes("moe"),
+        "expert_fc1": moe and "moe" not in recomputed,
+        "moe_act": moe and "moe" not in recomputed,
     }
     return tuple(name for name in MODULES if is_there.get(name, True))
 
 
-def _is_input_norm_fused(shape: ModelShape) -> bool:
+def is_input_norm_fused(shape: ModelShape) -> bool:
     """See [Note: Transformer Engine's fused norms]."""
     return shape.uses_transformer_engine and shape.latent_attention is None
 
@@ -94,14 +108,18 @@ class _Layer:
         self._is_moe = is_moe
         self._hidden = shape.region_tokens * shape.hidden_size
 
+    def input(self) -> tuple[SavedTensor, ...]:
+        """Return the layer's input."""
+        return (self._tensor("layer_input", self._hidden),)
+
     def attention(self) -> Saved:
         """Return the tensors of the parts from the layer's input to attention's residual add."""
         shape = self._shape
-        recomputes_norm = shape.recomputes("layernorm") and not _is_input_norm_fused(shape)
+        recomputes_norm = shape.recomputes("layernorm") and not is_input_norm_fused(shape)
         norm = self._norm("layer_input", shape.region_tokens, shape.hidden_size, recomputes_norm)
         saved: Saved = {}
         linear = [] if recomputes_norm else [self._tensor("normed_input", self._hidden)]
-        if _is_input_norm_fused(shape):
+        if is_input_norm_fused(shape):
             linear = [*norm, *linear]
         else:
             saved["attn_norm"] = norm

@@ -17,6 +17,7 @@ from megatron.slipstream.estimate.model_shapes import (
     Experts,
     ModelShape,
 )
+from megatron.slipstream.plan.settings import WHOLE, WHOLE_LAYER
 
 
 def problems(shape: ModelShape) -> Iterator[str]:
@@ -27,6 +28,7 @@ def problems(shape: ModelShape) -> Iterator[str]:
     """
     yield from _wrong_sizes(shape)
     yield from _wrong_choices(shape)
+    yield from _wrong_settings(shape)
     yield from _indivisible(shape)
     if shape.experts is not None:
         yield from _wrong_routing(shape.experts)
@@ -40,6 +42,7 @@ def _sizes(shape: ModelShape) -> Iterator[tuple[str, Optional[int]]]:
              "window_size")  # fmt: skip
     for name in names:
         yield name, getattr(shape, name)
+    yield "recompute_num_layers", shape.layers_per_checkpoint
     par = shape.parallelism
     yield "tensor_model_parallel_size", par.tp
     yield "context_parallel_size", par.cp
@@ -78,11 +81,6 @@ def _wrong_choices(shape: ModelShape) -> Iterator[str]:
     ):
         if value not in choices:
             yield f"{name}={value!r} is not modelled; set one of {', '.join(choices)}"
-    for name in sorted(shape.recompute_modules - set(RECOMPUTE_MODULES)):
-        yield (
-            f"recompute_modules contains {name!r}, which is not modelled; "
-            f"set some of {', '.join(RECOMPUTE_MODULES)}"
-        )
     if shape.attention_backend == "local" and shape.parallelism.cp > 1:
         yield (
             f"context_parallel_size={shape.parallelism.cp} is not supported with "
@@ -100,10 +98,26 @@ def _wrong_choices(shape: ModelShape) -> Iterator[str]:
             f"attention_backend={shape.attention_backend!r} is not supported with "
             "precision='fp32' because its kernels have 16-bit inputs; set 'unfused' or 'local'"
         )
-    if "mla_up_proj" in shape.recompute_modules and shape.latent_attention is None:
+
+
+def _wrong_settings(shape: ModelShape) -> Iterator[str]:
+    recomputed = shape.recompute_modules.union(*shape.layer_settings)
+    for name in sorted(recomputed - {WHOLE_LAYER, *RECOMPUTE_MODULES}):
+        yield (
+            f"recompute_modules contains {name!r}, which is not modelled; "
+            f"set some of {', '.join(RECOMPUTE_MODULES)}"
+        )
+    if "mla_up_proj" in recomputed and shape.latent_attention is None:
         yield (
             "recompute_modules contains 'mla_up_proj', but the model has no multi-latent "
             "attention; remove it"
+        )
+    if any(setting > WHOLE for setting in (shape.recompute_modules, *shape.layer_settings)):
+        yield f"{WHOLE_LAYER!r} is recomputed beside other modules; leave them out"
+    if len(shape.layer_settings) not in (0, shape.num_layers):
+        yield (
+            f"layer_settings has {len(shape.layer_settings)} entries, but "
+            f"num_layers={shape.num_layers}; give one entry per layer"
         )
 
 

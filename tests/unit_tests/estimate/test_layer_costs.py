@@ -12,12 +12,14 @@ import pytest
 from megatron.slipstream.estimate.gpus import GPUS, find_speed
 from megatron.slipstream.estimate.layer_costs import attended_pairs, head_costs, layer_costs
 from megatron.slipstream.estimate.model_shapes import (
+    RECOMPUTE_MODULES,
     Experts,
     LatentAttention,
     ModelShape,
     Parallelism,
 )
 from megatron.slipstream.estimate.model_state import num_parameters, state_bytes
+from megatron.slipstream.plan.settings import NOTHING, WHOLE
 
 LLAMA = ModelShape(32, 4096, 32, 14336, 128256, 8192, 1, 8)
 MIXTRAL = replace(LLAMA, experts=Experts(8, 2, 14336))
@@ -76,6 +78,61 @@ def test_backward_computes_products_twice_and_recomputed_ones_again() -> None:
     assert again["expert_fc1"].backward_flops == 3 * plain["expert_fc1"].flops
     assert again["qkv_linear"] == plain["qkv_linear"]
     assert plain["core_attn"].backward_flops == 2.5 * plain["core_attn"].flops
+
+
+SHARED = Experts(8, 2, 14336, shared_ffn_hidden_size=4096)
+RERUNS = {
+    "core_attn": (LLAMA, {"core_attn"}),
+    "mlp": (LLAMA, {"mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"}),
+    "layernorm": (replace(LATENT, experts=MIXTRAL.experts), {"attn_norm", "mlp_norm"}),
+    "mla_up_proj": (LATENT, {"qkv_linear", "rotary"}),
+    "moe_act": (MIXTRAL, {"moe_act"}),
+    "shared_experts": (replace(MIXTRAL, experts=SHARED), {"shared_experts"}),
+    "moe": (
+        replace(MIXTRAL, experts=SHARED),
+        {"router", "shared_experts", "expert_fc1", "moe_act", "expert_fc2", "combine"},
+    ),
+}
+
+
+@pytest.mark.parametrize("module", RECOMPUTE_MODULES)
+def test_backward_runs_the_parts_of_a_recomputed_module_again(module: str) -> None:
+    shape, parts = RERUNS[module]
+    found = layer_costs(shape, 0, frozenset({module}))
+    assert {part for part, cost in found.items() if cost.rerun_share} == parts
+    assert layer_costs(shape.with_setting(frozenset({module})), 0) == found
+    assert not any(cost.rerun_share for cost in layer_costs(shape, 0).values())
+
+
+def test_only_the_up_projections_of_latent_attention_run_again() -> None:
+    found = layer_costs(LATENT, 0, frozenset({"mla_up_proj"}))["qkv_linear"]
+    down = 2 * LATENT.seq_length * LATENT.hidden_size * (1536 + 512 + 64)
+    assert found.rerun_flops == pytest.approx(found.flops - down)
+
+
+@pytest.mark.parametrize("setting", [{"mlp"}, {"layernorm"}], ids=["mlp", "norms"])
+def test_what_a_layer_of_another_kind_has_does_not_run_again(setting: set[str]) -> None:
+    # Norms before a dense layer's products are fused with them; experts are no MLP.
+    shape = LLAMA if setting == {"layernorm"} else MIXTRAL
+    found = layer_costs(shape, 0, frozenset(setting))
+    assert not any(cost.rerun_share for cost in found.values())
+
+
+@pytest.mark.parametrize("shape", [LLAMA, LATENT, MIXTRAL], ids=["dense", "latent", "experts"])
+def test_backward_of_a_recomputed_layer_is_its_forward_and_its_backward(shape: ModelShape) -> None:
+    plain, whole = layer_costs(shape, 0).values(), layer_costs(shape, 0, WHOLE).values()
+    for field in ("flops", "traffic_bytes"):
+        forward = sum(getattr(cost, field) for cost in plain)
+        backward = sum(getattr(cost, f"backward_{field}") for cost in plain)
+        again = sum(getattr(cost, f"backward_{field}") for cost in whole)
+        assert again == pytest.approx(forward + backward)
+
+
+def test_each_layer_has_its_setting() -> None:
+    settings = (WHOLE, *[NOTHING] * 30, frozenset({"mlp"}))
+    shape = replace(LLAMA, layer_settings=settings)
+    for layer, setting in enumerate(settings):
+        assert layer_costs(shape, layer) == layer_costs(LLAMA, layer, setting)
 
 
 def test_state_is_weights_gradients_and_a_share_of_the_optimizer() -> None:

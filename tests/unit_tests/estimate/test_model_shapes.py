@@ -22,6 +22,7 @@ from megatron.slipstream.estimate.saved_tensors import (
     marked_modules,
     saved_tensors,
 )
+from megatron.slipstream.plan.settings import NOTHING, WHOLE
 
 DENSE = ModelShape(
     num_layers=8,
@@ -242,6 +243,30 @@ def test_unfused_attention_of_long_sequences_has_no_kernel() -> None:
     assert tensors(long)["mask"] == 16392**2
 
 
+@pytest.mark.parametrize("changes", [{}, {"experts": EXPERTS}, {"latent_attention": LATENT}])
+def test_a_recomputed_layer_saves_its_input(changes: dict[str, Any]) -> None:
+    shape = replace(DENSE, **changes)
+    (tensor,) = saved_tensors(shape, 0, WHOLE)["checkpoint_inputs"]
+    assert (tensor.name, tensor.nbytes) == ("layer_input", 256 * 512 * 2)
+    assert marked_modules(shape, 0, WHOLE) == ("checkpoint_inputs",)
+    assert saved_tensors(shape.with_setting(WHOLE), 0) == saved_tensors(shape, 0, WHOLE)
+
+
+def test_a_checkpoint_of_several_layers_saves_the_input_of_the_first() -> None:
+    pipeline = Parallelism(pp=2)
+    shape = replace(DENSE, recompute_modules=WHOLE, layers_per_checkpoint=3, parallelism=pipeline)
+    saving = [layer for layer in range(8) if saved_tensors(shape, layer)]
+    assert saving == [0, 3, 4, 7]
+    assert [layer for layer in range(8) if marked_modules(shape, layer)] == saving
+
+
+def test_each_layer_saves_what_its_setting_leaves() -> None:
+    settings_ = (NOTHING, WHOLE, frozenset({"mlp"}), *[NOTHING] * 5)
+    shape = replace(DENSE, layer_settings=settings_)
+    for layer, setting in enumerate(settings_):
+        assert saved_tensors(shape, layer) == saved_tensors(DENSE, layer, setting)
+
+
 def test_layers_are_divided_in_the_order_of_the_model() -> None:
     shape = replace(DENSE, parallelism=Parallelism(pp=2, vpp=2))
     assert [chunk.layers for chunk in shape.chunks] == [(0, 1), (2, 3), (4, 5), (6, 7)]
@@ -295,6 +320,9 @@ def par(**fields: Any) -> dict[str, Any]:
         ({"attention_backend": "auto"}, "attention_backend='auto' is not modelled"),
         (par(cp=2, cp_comm_type="ring"), "cp_comm_type='ring' is not modelled"),
         ({"recompute_modules": frozenset({"gdn"})}, "recompute_modules contains 'gdn'"),
+        ({"recompute_modules": WHOLE | {"mlp"}}, "'layer' is recomputed beside other modules"),
+        ({"layer_settings": (WHOLE,)}, "layer_settings has 1 entries, but num_layers=8"),
+        ({"layers_per_checkpoint": 0}, "recompute_num_layers=0 must be positive"),
         (
             {"attention_backend": "local", **par(cp=2)},
             "context_parallel_size=2 is not supported with attention_backend='local'",
