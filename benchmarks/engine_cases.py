@@ -35,6 +35,16 @@ DENSE = ModelCase(
     bf16=True,
     overrides={"ffn_hidden_size": 14336, "num_query_groups": 8, "apply_rope_fusion": True},
 )
+LLAMA3_8B = replace(
+    DENSE,
+    num_layers=32,
+    vocab_size=128256,
+    overrides={
+        **DENSE.overrides,
+        "cross_entropy_loss_fusion": True,
+        "cross_entropy_fusion_impl": "te",
+    },
+)
 MOE = ModelCase(
     kind="moe",
     num_layers=8,
@@ -160,6 +170,14 @@ ENGINE_CASES: tuple[Case, ...] = (
         "the dense case with sequence 32768",
         replace(DENSE, seq_length=32768),
         _variants(DENSE_MODULES, "core_attn", "core_attn attn_proj"),
+    ),
+    Case(
+        "llama3_8b",
+        "Llama-3-8B: 32 layers of the dense case, vocabulary 128,256, fused cross entropy, which "
+        "benchmarks.fit measures",
+        LLAMA3_8B,
+        _variants(DENSE_MODULES),
+        num_micro_batches=1,
     ),
     Case(
         "full",

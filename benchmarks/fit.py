@@ -1,0 +1,442 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Measures which sequence lengths fit, and how fast: ``python -m benchmarks.fit --help``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Optional
+
+from benchmarks.case import Case
+from benchmarks.cases import find_case
+from benchmarks.fit_ways import WAYS, Setup
+from benchmarks.rows import Row, RowWriter, read_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB = 2**30
+MAX_FACTOR = 8
+"""The most by which a prediction extrapolates."""
+TINY_GIB = 0.006
+"""Memory of the device that a CPU imitates for ``--tiny``."""
+
+DESCRIPTION = """\
+Find which sequence lengths fit on one GPU for each way to save memory, and how fast they run.
+Lengths of one way run in one process until one runs out of memory; the next starts a new process.
+
+ways:
+  off         all activations stay on the device
+  selective   the modules of --recompute-modules are recomputed
+  full        each layer is recomputed as a whole
+  megatron    as selective, and megatron-core's own engine moves all modules
+  slipstream  the same with ours
+  inputs      as full, and ours moves the layers' inputs
+  budget      ours with activation_memory_budget='auto', or --budget-gib
+"""
+EPILOG = """\
+examples:
+  python -m benchmarks.fit --tiny --output /tmp/tiny.jsonl         try it, without a GPU
+  python -m benchmarks.fit --ways off,full --lengths 8k,32k,40k    a part of the table
+  python -m benchmarks.fit --ways full --lengths 40k --longest     also search the longest
+  python -m benchmarks.fit --table FILE                            the table from rows again
+
+Each point prints a line and appends a row to --output; what is there already is not measured
+again, so that the same command continues after a limit. A point that dies has a row with its error.
+--longest looks for the longest multiple of --unit: memory is extrapolated from what fits.
+"""
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    """Run the command; return 0, or 2 for a user error."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.worker:
+            from benchmarks.fit_worker import work
+
+            return work(Setup(**json.loads(options.worker)))
+        if options.table:
+            sys.stdout.write(table(read_rows(options.table)))
+            return 0
+        return _run(options)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
+def parse_tokens(text: str) -> int:
+    """Return a number of tokens such as ``10240`` or ``10k``.
+
+    Raises:
+        argparse.ArgumentTypeError: It is neither.
+    """
+    try:
+        return int(text[:-1]) * 1024 if text[-1:] in ("k", "K") else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 8192 or 8k") from None
+
+
+def _parse_lengths(text: str) -> list[int]:
+    return [parse_tokens(part) for part in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fit",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--case", default="llama3_8b", help="a case of benchmarks.run (default: %(default)s)")
+    add(
+        "--tiny",
+        action="store_true",
+        help="the case 'smoke' with 32 and 64 tokens, on a tiny device",
+    )
+    add("--ways", default=",".join(WAYS), metavar="A,B", help="(default: all)")
+    add(
+        "--lengths",
+        type=_parse_lengths,
+        default=[8192, 32768, 40960],
+        metavar="N,M",
+        help="tokens of a sequence, ascending (default: 8k,32k,40k)",
+    )
+    add("--longest", action="store_true", help="also search the longest that fits")
+    add("--unit", type=parse_tokens, default=8192, metavar="N", help="its step (default: 8k)")
+    add("--start", type=parse_tokens, metavar="N", help="its first guess (default: predicted)")
+    add("--recompute-modules", default="", metavar="A,B", help="(default: mlp,layernorm)")
+    add("--modules", default="", metavar="A,B", help="offload_modules (default: all of the case)")
+    add("--optimizer", choices=("none", "device", "host"), default="none", help="Adam; in host "
+        "memory with optimizer_cpu_offload")  # fmt: skip
+    add("--device-gib", type=float, metavar="G", help="limit of torch's allocator")
+    add("--budget-gib", type=float, metavar="G", help="budget of the way 'budget' (default: auto)")
+    add(
+        "--engine-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of OffloadConfig for the ways with our engine; repeatable",
+    )
+    _add_limits(parser)
+    add("--output", type=Path, default=ROOT / "benchmarks/results/fit.jsonl", metavar="FILE")
+    add("--table", type=Path, metavar="FILE", help="print the Markdown table of rows, and end")
+    add("--worker", help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--iterations", type=int, default=5, metavar="N", help="timed (default: %(default)s)")
+    add("--warmups", type=int, default=1, metavar="N", help="before those (default: %(default)s)")
+    add("--max-planning", type=int, default=25, metavar="N", help="iterations until our plan is "
+        "settled, at most (default: %(default)s)")  # fmt: skip
+    add("--search-iterations", type=int, default=2, metavar="N", help="of all kinds, for a length "
+        "of --longest (default: %(default)s)")  # fmt: skip
+    add("--point-seconds", type=float, default=200.0, metavar="S", help="begin no further "
+        "iteration of a point after these; one is always timed (default: %(default)s)")  # fmt: skip
+    add("--kill-seconds", type=float, default=500.0, metavar="S", help="end a point that takes "
+        "longer (default: %(default)s)")  # fmt: skip
+    add("--seconds", type=float, default=570.0, metavar="S", help="begin no point after these "
+        "(default: %(default)s)")  # fmt: skip
+
+
+class Worker:
+    """The process that measures points of one way; started again after a point that died."""
+
+    def __init__(self, setup: Setup, kill_seconds: float) -> None:
+        self._setup, self._kill_seconds = setup, kill_seconds
+        self._process: Optional[subprocess.Popen[str]] = None
+
+    def measure(self, point: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of the row of a point: its figures, or ``error`` and ``dies``."""
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        killed = threading.Event()
+        timer = threading.Timer(self._kill_seconds, lambda: (killed.set(), process.kill()))
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(point) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
+        if line:
+            fields: dict[str, Any] = json.loads(line)
+        elif killed.is_set():
+            fields = {"error": f"took longer than {self._kill_seconds:.0f} s", "dies": False}
+        else:
+            status = process.wait()
+            # The kernel ends a process when host memory runs out.
+            fields = {"error": f"ended with status {status}", "dies": status == -9}
+        if "error" in fields:
+            self.close()
+        return fields
+
+    def _start(self) -> subprocess.Popen[str]:
+        # Make this package importable from any folder.
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {"NVTE_CPU_OFFLOAD_V1": "1", **os.environ, "PYTHONPATH": path}
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.fit",
+            "--worker",
+            json.dumps(asdict(self._setup)),
+        ]
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+        self._process = None
+
+
+class OutOfTime(Exception):
+    """The command's time is over."""
+
+
+class WayRun:
+    """The points of one way.
+
+    Args:
+        setup: The way.
+        options: Options of the command.
+        writer: Where rows go.
+        rows: Rows of this way that exist, by tokens.
+        deadline_s: No point begins after it, by ``time.monotonic()``.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        options: argparse.Namespace,
+        writer: RowWriter,
+        rows: dict[int, Row],
+        deadline_s: float,
+    ) -> None:
+        self._setup, self._options, self._writer = setup, options, writer
+        self._rows, self._deadline_s = rows, deadline_s
+        self._worker = Worker(setup, options.kill_seconds)
+
+    def run(self) -> None:
+        """Measure the lengths of the table until one dies, then search the longest."""
+        options = self._options
+        try:
+            for tokens in sorted(options.lengths):
+                row = self._measure(tokens, options.iterations, options.max_planning)
+                if "error" in row:
+                    break
+            if options.longest and ("error" not in row or row["dies"]):
+                self._search()
+        finally:
+            self._worker.close()
+
+    def _search(self) -> None:
+        options = self._options
+        try:
+            longest, dies_at = find_longest(
+                lambda tokens: self._measure(tokens, options.search_iterations, None),
+                self._rows,
+                options.unit,
+                options.start,
+            )
+        except NotMeasured as error:
+            sys.stdout.write(f"{self._setup.way}: the longest is not known: {error}\n")
+            return
+        fields = {"tokens": longest, "dies_at": dies_at}
+        self._writer.write("longest", **self._setup.identity(), **fields)
+        sys.stdout.write(f"{self._setup.way}: longest {longest}, dies at {dies_at}\n")
+        sys.stdout.flush()
+
+    def _measure(self, tokens: int, iterations: int, max_planning: Optional[int]) -> Row:
+        """Return the row of a length, measured now or before.
+
+        Args:
+            tokens: The length.
+            iterations: Timed iterations; with ``max_planning`` None, iterations of all kinds.
+            max_planning: Iterations until our plan is settled, at most.
+        """
+        is_search = max_planning is None
+        known = self._rows.get(tokens)
+        if known is not None and (is_search or "error" in known or not known["is_search"]):
+            return known
+        if time.monotonic() > self._deadline_s:
+            raise OutOfTime
+        point = {
+            "tokens": tokens,
+            "iterations": 1 if is_search else iterations,
+            "warmups": iterations - 1 if is_search else self._options.warmups,
+            "max_planning": max_planning or 0,
+            "seconds": self._options.point_seconds,
+        }
+        begin_s = time.monotonic()
+        fields = self._worker.measure(point)
+        machine = fields.pop("machine", None)
+        if machine is not None:
+            command = " ".join(["python -m benchmarks.fit", *sys.argv[1:]])
+            self._writer.write("machine", **machine, command=command, case=self._setup.case)
+        fields |= {"wall_s": round(time.monotonic() - begin_s, 1), "is_search": is_search}
+        self._writer.write("point", **self._setup.identity(), tokens=tokens, **fields)
+        sys.stdout.write(f"{_line(self._setup.way, tokens, fields)}\n")
+        sys.stdout.flush()
+        if "error" not in fields or fields["dies"]:
+            self._rows[tokens] = fields
+        return fields
+
+
+class NotMeasured(Exception):
+    """A point failed for another reason than memory."""
+
+
+def find_longest(
+    measure: Callable[[int], Row], known: Mapping[int, Row], unit: int, start: Optional[int] = None
+) -> tuple[int, int]:
+    """Return the longest multiple of ``unit`` tokens that fits, and the next, which dies.
+
+    Args:
+        measure: Returns the row of a number of tokens.
+        known: Rows by tokens; ``measure`` may add to them.
+        unit: Tokens.
+        start: The first guess; None to predict it.
+
+    Raises:
+        NotMeasured: A point failed for another reason than memory.
+    """
+    rows = dict(known)
+    for number in range(100):
+        low = max((n for n, row in rows.items() if "error" not in row), default=0)
+        high = min((n for n, row in rows.items() if "error" in row), default=None)
+        first = low // unit + 1
+        if high is not None and first * unit >= high:
+            return low // unit * unit, high
+        last = -(-high // unit) - 1 if high is not None else None
+        guess = start // unit if start and not number else predict_longest(rows) // unit
+        if last is not None:
+            # Predictions fail where the curve bends; halving ends.
+            guess = (first + last) // 2 if number > 2 else min(guess, last)
+        tokens = max(guess, first) * unit
+        rows[tokens] = measure(tokens)
+        if "error" in rows[tokens] and not rows[tokens]["dies"]:
+            raise NotMeasured(f"{tokens} tokens: {rows[tokens]['error']}")
+    raise NotMeasured("100 lengths were not enough")
+
+
+def predict_longest(rows: Mapping[int, Row]) -> int:
+    """Return the tokens at which reserved memory reaches the device's, by a line; 0 if unknown."""
+    fits = sorted(tokens for tokens, row in rows.items() if "error" not in row)
+    if not fits:
+        return 0
+    row = rows[fits[-1]]
+    per_token = (row["reserved_bytes"] - row["resident_bytes"]) / fits[-1]
+    if per_token <= 0:
+        return 0
+    predicted = int((row["device_bytes"] - row["resident_bytes"]) / per_token)
+    return min(predicted, MAX_FACTOR * fits[-1])
+
+
+def _line(way: str, tokens: int, row: Row) -> str:
+    if "error" in row:
+        return f"{way:10} {tokens:7} {'dies' if row['dies'] else 'fails'}: {row['error']}"
+    gib = [row[name] / GIB for name in ("peak_bytes", "reserved_bytes")]
+    moved = f", moved {row['moved_bytes'] / GIB:.1f}" if row.get("moved_bytes") else ""
+    planning = "" if row.get("is_settled", True) else ", not settled"
+    return (
+        f"{way:10} {tokens:7} {row['step_ms']:10.1f} ms (n={row['num_iterations']}, first "
+        f"{row['first_ms']:.0f}), {row['tokens_per_s']:.0f} tokens/s, GiB: allocated {gib[0]:.2f}, "
+        f"reserved {gib[1]:.2f}{moved}{planning} [{row['wall_s']:.0f} s]"
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.tiny:
+        options.case, options.lengths, options.unit = "smoke", [32, 64], 32
+        options.device_gib = TINY_GIB
+    case = find_case(options.case)
+    setups = [_setup(options, case, way) for way in options.ways.split(",")]
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    rows = read_rows(options.output) if options.output.exists() else []
+    writer = RowWriter(options.output, time.strftime("%Y-%m-%dT%H:%M:%S"))
+    deadline_s = time.monotonic() + options.seconds
+    try:
+        for setup in setups:
+            WayRun(setup, options, writer, points_of(rows, setup), deadline_s).run()
+    except OutOfTime:
+        sys.stdout.write("time is over; the same command continues\n")
+    if options.output.exists():
+        sys.stdout.write(table(read_rows(options.output)))
+    return 0
+
+
+def _setup(options: argparse.Namespace, case: Case, way: str) -> Setup:
+    if way not in WAYS:
+        raise ValueError(f"--ways {way} is not one; set some of: {', '.join(WAYS)}")
+    from benchmarks.run import _engine_options
+
+    def names(text: str) -> tuple[str, ...]:
+        return tuple(filter(None, text.replace("+", ",").split(",")))
+
+    return Setup(
+        case=case.name,
+        way=way,
+        recompute=names(options.recompute_modules) or ("mlp", "layernorm"),
+        modules=names(options.modules) or case.variants[-1].modules,
+        optimizer=options.optimizer,
+        device_gib=options.device_gib,
+        budget=options.budget_gib or "auto",
+        options=_engine_options(options.engine_option),
+    )
+
+
+def points_of(rows: Sequence[Row], setup: Setup) -> dict[int, Row]:
+    """Return the rows of a way by tokens; of two of a length, the one with more iterations."""
+    # As JSON has it: lists for tuples.
+    identity = json.loads(json.dumps(setup.identity()))
+    found: dict[int, Row] = {}
+    for row in rows:
+        is_ours = row["kind"] == "point" and all(row[name] == identity[name] for name in identity)
+        if is_ours and ("error" not in row or row["dies"]):
+            before = found.get(row["tokens"])
+            if before is None or before["is_search"] or not row["is_search"]:
+                found[row["tokens"]] = row
+    return found
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the Markdown table of points, and the longest of each way."""
+    head = ("case", "way", "tokens", "step, ms", "tokens/s", "n", "allocated, GiB", "reserved, GiB",
+            "moved, GiB")  # fmt: skip
+    lines = [head, ("---",) * len(head)]
+    for row in rows:
+        if row["kind"] == "longest":
+            text = f"longest; {row['dies_at']} dies"
+            lines.append((row["case"], row["way"], row["tokens"], text, *([""] * 5)))
+        elif row["kind"] == "point" and "error" in row:
+            text = "dies" if row["dies"] else "fails"
+            lines.append((row["case"], row["way"], row["tokens"], text, *([""] * 5)))
+        elif row["kind"] == "point" and not row["is_search"]:
+            gib = [row[name] / GIB for name in ("peak_bytes", "reserved_bytes", "moved_bytes")]
+            lines.append(
+                (row["case"], row["way"], row["tokens"], f"{row['step_ms']:.1f}",
+                 f"{row['tokens_per_s']:.0f}", row["num_iterations"],
+                 *(f"{number:.1f}" for number in gib))
+            )  # fmt: skip
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The command that measures which sequence lengths fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import run_module
+
+from benchmarks import fit
+from benchmarks.rows import read_rows
+
+ROOT = Path(__file__).resolve().parents[3]
+DEVICE, RESIDENT = 1000, 100
+
+
+def measured(bytes_of: Callable[[int], float]) -> tuple[Callable[[int], Any], list[int]]:
+    """A model whose sequences need ``bytes_of(tokens)``, and the lengths that are tried."""
+    tried: list[int] = []
+
+    def measure(tokens: int) -> Any:
+        tried.append(tokens)
+        reserved = RESIDENT + bytes_of(tokens)
+        if reserved > DEVICE:
+            return {"error": "out of memory", "dies": True}
+        return {
+            "reserved_bytes": reserved,
+            "resident_bytes": RESIDENT,
+            "device_bytes": DEVICE,
+        }
+
+    return measure, tried
+
+
+@pytest.mark.parametrize(
+    ("bytes_of", "most"),
+    [
+        pytest.param(lambda tokens: 9.0 * tokens, 3, id="straight"),
+        pytest.param(lambda tokens: 300 + 6.0 * tokens, 6, id="with a constant part"),
+        pytest.param(lambda tokens: 0.1 * tokens**2, 8, id="curved"),
+        pytest.param(lambda tokens: 0.0 if tokens < 72 else 1e9, 20, id="without a warning"),
+    ],
+)
+@pytest.mark.parametrize("known", [(8,), (8, 64), (8, 200), ()])
+@pytest.mark.parametrize("start", [None, 64])
+def test_the_longest_is_found_in_few_tries(
+    bytes_of: Callable[[int], float], most: int, known: tuple[int, ...], start: int | None
+) -> None:
+    unit = 8
+    longest = max(n for n in range(unit, 200, unit) if RESIDENT + bytes_of(n) <= DEVICE)
+    measure, tried = measured(bytes_of)
+    rows = {tokens: measure(tokens) for tokens in known}
+    tried.clear()
+    found, dies_at = fit.find_longest(measure, rows, unit, start)
+    assert found == longest
+    assert found < dies_at <= found + unit
+    assert len(set(tried)) == len(tried) <= most + 3
+
+
+def test_nothing_is_called_the_longest_where_a_point_failed_otherwise() -> None:
+    with pytest.raises(fit.NotMeasured, match="8 tokens: no such option"):
+        fit.find_longest(lambda _: {"error": "no such option", "dies": False}, {}, 8)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its device is imitated by a CPU")
+def test_points_are_measured_until_one_dies_and_not_again(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    arguments = ("--tiny", "--ways", "slipstream,budgets", "--output", str(rows))
+    refused = run_module("benchmarks.fit", *arguments, folder=ROOT)
+    assert refused.returncode == 2
+    assert "--ways budgets is not one" in refused.stderr
+    setup = fit._setup(
+        fit._parser().parse_args(["--device-gib", "0.001", "--engine-option", "offload_verify=1"]),
+        fit.find_case("smoke"),
+        "slipstream",
+    )
+    worker = fit.Worker(setup, kill_seconds=100)
+    point = {"iterations": 2, "warmups": 1, "max_planning": 20, "seconds": 100}
+    good, bad = (worker.measure({"tokens": tokens, **point}) for tokens in (16, 64))
+    assert good["is_settled"]
+    assert good["moved_bytes"] > 0
+    assert good["num_iterations"] == 2
+    assert 0 < good["peak_bytes"] <= good["reserved_bytes"] <= good["device_bytes"]
+    assert bad["dies"]
+    assert "OutOfMemoryError" in bad["error"]
+    written = [
+        {"kind": "point", "tokens": tokens, "is_search": False, **setup.identity(), **row}
+        for tokens, row in ((16, good), (64, bad))
+    ]
+    rows.write_text("".join(f"{json.dumps(row)}\n" for row in written))
+    assert set(fit.points_of(read_rows(rows), setup)) == {16, 64}
+    assert fit.table(read_rows(rows)).count("| dies |") == 1
+    worker.close()
