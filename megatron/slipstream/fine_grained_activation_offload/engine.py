@@ -50,6 +50,7 @@ from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanFacts
+from megatron.slipstream.plan.settings import Assignment
 from megatron.slipstream.plan.trace import Step, StepKind, StepsKey
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,34 @@ class OffloadEngine:
             # Updated for the same steps.
             self._last_plan = self._cache.find(self._last_plan.trace.steps_key) or self._last_plan
             self._next_plan = self._cache.plan_after(self._last_plan)
+
+    def change_assignment(self, assignment: Assignment) -> None:
+        """Follow only plans of this assignment, which the layers have from the next pass on.
+
+        Args:
+            assignment: What backward recomputes of each layer.
+
+        Raises:
+            RuntimeError: An iteration has begun and not ended.
+        """
+        if assignment == self._cache.assignment:
+            return
+        self.require_no_iteration()
+        self._tuner.read_clocks()
+        self._cache.assignment = assignment
+        self._recorder.forget_storages()
+        self._last_plan = self._next_plan = self._cache.newest()
+
+    def require_no_iteration(self) -> None:
+        """Raise ``RuntimeError`` if an iteration has begun and not ended."""
+        self._restart_if_abandoned()
+        now = self._now
+        if now.num_steps or any(chunk.awaits_backward for chunk in now.passes):
+            raise RuntimeError(
+                "other settings of layers are not supported within an iteration because its "
+                "backward reads what its forward has saved; change them after the schedule has "
+                "returned"
+            )
 
     def predict_overheads(self) -> None:
         """Only predict the overhead of plans, as for iterations that are captured afterwards."""
@@ -461,7 +490,7 @@ class OffloadEngine:
             plan = None
         if plan is None and not now.is_incomplete:
             # It departed from its plan, or ended early: another plan may still match it.
-            plan = self._cache.find(StepsKey(tuple(self._recorder.steps))) or self._make_plan()
+            plan = self._cache.find(self._recorded_key()) or self._make_plan()
         self._tuner.read_clocks()
         is_next = plan is self._last_plan and plan is self._next_plan
         if plan is None:
@@ -502,9 +531,12 @@ class OffloadEngine:
                 self._num_verified_iterations,
             )
 
+    def _recorded_key(self) -> StepsKey:
+        return StepsKey(tuple(self._recorder.steps), self._cache.assignment)
+
     def _make_plan(self) -> Plan:
-        now = self._now
-        return self._tuner.make(self._recorder.finish(self._report.pp_rank, now.groups)).plan
+        trace = self._recorder.finish(self._report.pp_rank, self._now.groups)
+        return self._tuner.make(replace(trace, assignment=self._cache.assignment)).plan
 
     def _clear_iteration(self) -> CountedModules:
         self.store.copy_streams.forget_waits()

@@ -1,34 +1,41 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A cache of plans, keyed by the sequence of marks."""
+"""A cache of plans, keyed by the sequence of marks and the assignment of the layers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import PlanEntry
 from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.settings import Assignment
 from megatron.slipstream.plan.trace import Step, StepsKey
 
 MAX_PLANS = 32
-"""Maximum number of plans, one per sequence of marks (that is, per number of micro-batches)."""
+"""Maximum number of plans, one per assignment and sequence of marks (that is, per number of
+micro-batches)."""
 
 
 class PlanCache:
     """Keeps plans with their measurements, and predicts the next one.
 
-    Plans of different ranks need not agree, since plans do not affect communication.
+    Plans of different ranks need not agree, since plans do not affect communication. All but
+    :meth:`put` and :meth:`entry_of` only see the plans of the current assignment: another one may
+    have the same marks and save other storages.
     """
 
     def __init__(self) -> None:
+        self.assignment: Assignment = ()
+        """The current assignment; empty: as the model was built."""
         self._entries: dict[StepsKey, PlanEntry] = {}
         """In order of use, most recent last."""
         self._last_steps: Optional[StepsKey] = None
         """Steps of the last iteration that had marks."""
         self._newest: Optional[PlanEntry] = None
         """The entry of the last iteration, to avoid hashing; None if entries have changed since."""
-        self._has_departed = False
-        """Whether an iteration has departed that could not be planned."""
+        self._departed: set[Assignment] = set()
+        """Assignments with an iteration that has departed and could not be planned."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -37,7 +44,7 @@ class PlanCache:
         """Drop all plans."""
         self._entries.clear()
         self._last_steps = self._newest = None
-        self._has_departed = False
+        self._departed.clear()
 
     def put(self, entry: PlanEntry) -> None:
         """Replace the plan for the same steps."""
@@ -65,12 +72,13 @@ class PlanCache:
 
     def is_only(self, entry: PlanEntry) -> bool:
         """Return whether all iterations so far, at least three, had the plan of this entry."""
-        is_alone = len(self._entries) == 1 and not self._has_departed
-        return is_alone and entry.is_followed_by_itself
+        if not entry.is_followed_by_itself or self.assignment in self._departed:
+            return False
+        return len(self._entries) == 1 or len(list(self._current())) == 1
 
     def note_departure(self) -> None:
         """Record that an iteration unlike all others cannot be planned; it may come again."""
-        self._has_departed = True
+        self._departed.add(self.assignment)
 
     def plans(self) -> list[Plan]:
         """Return all plans in the cache."""
@@ -81,10 +89,14 @@ class PlanCache:
         entry = self._entries.get(steps)
         return entry.plan if entry is not None else None
 
+    def newest(self) -> Optional[Plan]:
+        """Return the most recently used plan of the current assignment, if any."""
+        return next((entry.plan for entry in reversed(list(self._current()))), None)
+
     def find_beginning(self, steps: tuple[Step, ...]) -> Optional[Plan]:
         """Return a plan that begins with these steps, if any."""
-        for planned, entry in self._entries.items():
-            if planned.steps[: len(steps)] == steps:
+        for entry in self._current():
+            if entry.plan.trace.steps[: len(steps)] == steps:
                 return entry.plan
         return None
 
@@ -95,7 +107,7 @@ class PlanCache:
         """
         entries = self._entries
         first = [entries[plan.trace.steps_key]] if plan.trace.steps_key in entries else []
-        for entry in (*first, *reversed(entries.values())):
+        for entry in (*first, *reversed(list(self._current()))):
             if entry.num_passes == num_passes:
                 return entry.plan
         return None
@@ -121,7 +133,7 @@ class PlanCache:
         """
         steps = plan.trace.steps_key
         before = self._entries.get(self._last_steps) if self._last_steps is not None else None
-        if before is not None:
+        if before is not None and before.plan.trace.assignment == steps.assignment:
             before.followed_by = (before.followed_by[1], steps)
         self._last_steps = steps
         entry = self._newest = self._entries.pop(steps, None)
@@ -141,3 +153,9 @@ class PlanCache:
         earlier, last = entry.followed_by
         expected = self._entries.get(last) if last is not None and last == earlier else None
         return (expected or entry).plan
+
+    def _current(self) -> Iterator[PlanEntry]:
+        """Yield the entries of the current assignment, most recently used last."""
+        for key, entry in self._entries.items():
+            if key.assignment == self.assignment:
+                yield entry

@@ -161,6 +161,11 @@ class Recorder:
         also [Note: The recorder resets the peak counter]."""
         self._begin()
 
+    def forget_storages(self) -> None:
+        """Forget which storages were held outside: their identities have changed."""
+        self.held_outside.clear()
+        self._recomputed.clear()
+
     def watch_gradients(self) -> None:
         """Track new gradients in the coming iteration, if memory is read."""
         if self.reads_memory and self._backend.gradients is not None:

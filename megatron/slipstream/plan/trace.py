@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Optional
 
+from megatron.slipstream.plan.settings import Assignment
+
 
 class StepKind(enum.Enum):
     """The kinds of steps: those of a group, in order, and those of its pass.
@@ -181,23 +183,28 @@ class Bandwidth(NamedTuple):
 
 
 class StepsKey:
-    """The steps of an iteration as a dictionary key.
+    """The steps of an iteration and its assignment, as a dictionary key.
 
-    They are hashed once: a large iteration has tens of thousands, and a tuple rehashes all of them
-    at each lookup.
+    Two assignments may have the same steps and save other storages. Both are hashed once: a large
+    iteration has tens of thousands of steps, and a tuple rehashes all of them at each lookup.
     """
 
-    __slots__ = ("steps", "_hash")
+    __slots__ = ("steps", "assignment", "_hash")
 
-    def __init__(self, steps: tuple[Step, ...]) -> None:
+    def __init__(self, steps: tuple[Step, ...], assignment: Assignment = ()) -> None:
         self.steps = steps
-        self._hash = hash(steps)
+        self.assignment = assignment
+        self._hash = hash((steps, assignment))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StepsKey) and self.steps == other.steps
+        return (
+            isinstance(other, StepsKey)
+            and self.assignment == other.assignment
+            and self.steps == other.steps
+        )
 
 
 @dataclass(frozen=True)
@@ -222,11 +229,13 @@ class Trace:
     ms_per_moved_gb: float = 0.0
     """The same per 1e9 bytes offloaded and reloaded: on a busy device, copies take power and memory
     bandwidth from compute. The larger of the two costs applies."""
+    assignment: Assignment = ()
+    """What backward recomputed of each layer; empty: as the model was built."""
 
     @cached_property
     def steps_key(self) -> StepsKey:
-        """:attr:`steps` as a dictionary key."""
-        return StepsKey(self.steps)
+        """:attr:`steps` and :attr:`assignment` as a dictionary key."""
+        return StepsKey(self.steps, self.assignment)
 
     @cached_property
     def group_by_key(self) -> dict[GroupKey, GroupTrace]:

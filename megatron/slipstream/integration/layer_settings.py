@@ -1,0 +1,259 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Which parts of each layer backward recomputes, changed on a built model between iterations.
+
+A setting of a layer (:mod:`~megatron.slipstream.plan.settings`) is what the flags
+``recompute_granularity`` and ``recompute_modules`` are for all layers. The flags are the minimum:
+no setting recomputes less. Results do not depend on settings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+
+from megatron.slipstream.integration import model_router
+from megatron.slipstream.integration.layer_classes import convert
+from megatron.slipstream.integration.layer_kinds import Kinds
+from megatron.slipstream.integration.layer_parts import (
+    CONTAINED,
+    DECISIONS,
+    decisions_of,
+    is_captured,
+    why_not,
+)
+from megatron.slipstream.integration.recomputed_layer import RecomputedMixin
+from megatron.slipstream.plan.settings import (
+    NOTHING,
+    WHOLE,
+    WHOLE_LAYER,
+    Assignment,
+    LayerSetting,
+    describe_setting,
+)
+
+_PARTS = tuple(dict.fromkeys(decision.part for decision in DECISIONS))
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """A layer of a built model and the settings that it takes."""
+
+    layer: torch.nn.Module
+    kind: str
+    """Layers of one kind have the same modules, shapes and options: ``"dense"``, ``"mla moe"``,
+    with a number if there are several such kinds."""
+    minimum: LayerSetting
+    """What the flags recompute."""
+    settings: tuple[LayerSetting, ...]
+    """From the one that usually takes the least device memory to :attr:`minimum`."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Parts that the layer has and that settings cannot change, each with the reason."""
+
+
+def layers_of(chunks: Sequence[torch.nn.Module]) -> list[LayerOptions]:
+    """Return the layers of this rank, in forward order, model chunk by model chunk.
+
+    These are the layers of each chunk's decoder, also of a hybrid model, then those of its
+    multi-token prediction. Layers without parts (Mamba) are recomputed as a whole or not at all.
+    Encoders and vision models stay as they are: their passes are not announced to the engine.
+
+    Args:
+        chunks: All chunks of the model on this rank, wrapped or not.
+
+    Raises:
+        ValueError: A chunk has no language model with a decoder.
+    """
+    kinds = Kinds()
+    found = []
+    for chunk in chunks:
+        for layer, is_checkpointed in _layers(_language_model(chunk)):
+            state = _states.get(layer)
+            if state is None:
+                state = _states[layer] = _State(layer, is_checkpointed)
+            found.append(
+                LayerOptions(
+                    layer,
+                    kinds.name_of(layer),
+                    state.minimum,
+                    tuple(_settings(state)),
+                    state.refused,
+                )
+            )
+    return found
+
+
+def apply(assignment: Assignment, chunks: Sequence[torch.nn.Module]) -> None:
+    """Give each layer its setting, from the next forward pass on.
+
+    If the model offloads with Slipstream's engine, its iterations follow only plans that were made
+    with the same assignment.
+
+    Args:
+        assignment: A setting for each layer of :func:`layers_of`.
+        chunks: All chunks of the model on this rank, wrapped or not.
+
+    Raises:
+        ValueError: The assignment does not have one setting for each layer, or a layer does not
+            take its setting.
+        RuntimeError: An iteration has begun and not ended, or a layer to change is in a CUDA graph.
+    """
+    options = layers_of(chunks)
+    _check(assignment, options)
+    changes = [
+        (one.layer, setting)
+        for one, setting in zip(options, assignment, strict=True)
+        if _states[one.layer].setting != setting
+    ]
+    for layer, _ in changes:
+        if is_captured(layer):
+            raise RuntimeError(
+                "other settings of layers are not supported once CUDA graphs of them are captured "
+                "because the graphs contain the old ones; delete the graphs first, or choose the "
+                "settings before the capture"
+            )
+    _tell_engine(chunks, tuple(assignment))
+    for layer, setting in changes:
+        _states[layer].take(layer, setting)
+
+
+def restore(chunks: Sequence[torch.nn.Module]) -> None:
+    """Give each layer back the attributes and the class that it was built with.
+
+    Raises:
+        RuntimeError: As for :func:`apply`.
+    """
+    options = layers_of(chunks)
+    apply(tuple(one.minimum for one in options), chunks)
+    _tell_engine(chunks, ())
+    for one in options:
+        del _states[one.layer]
+
+
+def assignment_of(chunks: Sequence[torch.nn.Module]) -> Assignment:
+    """Return the setting that each layer has."""
+    return tuple(_states[one.layer].setting for one in layers_of(chunks))
+
+
+class _State:
+    """The setting that a layer has, and what it was built with.
+
+    Args:
+        layer: The layer, as it was built.
+        is_checkpointed: Whether its block recomputes it as a whole, as the flags say.
+    """
+
+    def __init__(self, layer: torch.nn.Module, is_checkpointed: bool) -> None:
+        self._built_with = {
+            decision: bool(getattr(owner, decision.attribute))
+            for decision, owner in decisions_of(layer)
+        }
+        parts = {decision.part for decision in self._built_with}
+        reasons = {
+            part: why_not(part, layer) for part in (WHOLE_LAYER, *_PARTS) if part in parts | WHOLE
+        }
+        self.refused = {part: reason for part, reason in reasons.items() if reason}
+        """Parts that keep what they were built with, with the reason."""
+        self.accepted = frozenset(reasons) - self.refused.keys()
+        """Parts that settings may name."""
+        self.minimum = (
+            WHOLE
+            if is_checkpointed
+            else LayerSetting(
+                decision.part for decision, is_set in self._built_with.items() if is_set
+            )
+        )
+        """What the flags recompute."""
+        self.setting = self.minimum
+        self._undo: Optional[Callable[[], None]] = None
+        """Restores the class of the layer; None unless it is recomputed by this module."""
+
+    def take(self, layer: torch.nn.Module, setting: LayerSetting) -> None:
+        """Set the attributes and the class of the layer for ``setting``."""
+        for decision, owner in decisions_of(layer):
+            as_built = setting == self.minimum or decision.part in self.refused
+            is_set = self._built_with[decision] if as_built else decision.part in setting
+            setattr(owner, decision.attribute, is_set)
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        if setting == WHOLE != self.minimum:
+            self._undo = convert(layer, RecomputedMixin)
+        self.setting = setting
+
+
+_states: weakref.WeakKeyDictionary[torch.nn.Module, _State] = weakref.WeakKeyDictionary()
+"""The layers that :func:`layers_of` has seen."""
+
+
+def _settings(state: _State) -> Iterator[LayerSetting]:
+    """Yield the settings of a layer, the one that usually takes the least memory first."""
+    if state.minimum == WHOLE:
+        yield WHOLE
+        return
+    if WHOLE_LAYER in state.accepted:
+        yield WHOLE
+    free = [part for part in _PARTS if part in state.accepted - state.minimum]
+    for choice in itertools.product((True, False), repeat=len(free)):
+        chosen = frozenset(itertools.compress(free, choice))
+        if not any(chosen & CONTAINED.get(part, NOTHING) for part in chosen | state.minimum):
+            yield chosen | state.minimum
+
+
+def _check(assignment: Assignment, options: Sequence[LayerOptions]) -> None:
+    if len(assignment) != len(options):
+        raise ValueError(
+            f"an assignment of {len(assignment)} settings is not supported because this rank has "
+            f"{len(options)} layers; give one for each"
+        )
+    for number, (one, setting) in enumerate(zip(options, assignment, strict=True)):
+        if setting not in one.settings:
+            taken = ", ".join(map(describe_setting, one.settings))
+            reasons = "; ".join(
+                f"{part}: {one.refused[part]}" for part in sorted(setting) if part in one.refused
+            )
+            raise ValueError(
+                f"setting={describe_setting(setting)} is not supported with layer {number} of kind "
+                f"{one.kind!r} because "
+                f"{reasons or 'it lacks such parts, or its flags recompute others'}; "
+                f"set one of: {taken}"
+            )
+
+
+def _language_model(chunk: torch.nn.Module) -> Any:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    for module in chunk.modules():
+        if isinstance(module, LanguageModule) and hasattr(module, "decoder"):
+            return module
+    raise ValueError(
+        f"chunk={type(chunk).__name__} is not supported because it contains no language model of "
+        "megatron-core with a decoder; give the chunks of a GPTModel or a HybridModel"
+    )
+
+
+def _layers(model: Any) -> Iterator[tuple[torch.nn.Module, bool]]:
+    """Yield the layers of a model in forward order, and whether their block checkpoints them."""
+    config = model.config
+    is_full = config.recompute_granularity == "full"
+    for number, layer in enumerate(model.decoder.layers):
+        is_block = config.recompute_method == "block"
+        yield layer, is_full and not (is_block and number >= config.recompute_num_layers)
+    for predictor in getattr(getattr(model, "mtp", None), "layers", ()):
+        inner = predictor.mtp_model_layer
+        for layer in getattr(inner, "layers", [inner]):
+            yield layer, is_full and config.recompute_method == "uniform"
+
+
+def _tell_engine(chunks: Sequence[torch.nn.Module], assignment: Assignment) -> None:
+    manager = model_router.installed()
+    models = [_language_model(chunk) for chunk in chunks]
+    if manager is None or not models[0].config.fine_grained_activation_offloading:
+        return
+    manager.router.bind(models)
+    manager.router.manager_of(models[0]).change_assignment(assignment)

@@ -1,0 +1,180 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Settings of layers take effect, change between iterations, and change no bit of the results."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Optional
+
+import pytest
+import torch
+from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
+from ranks import run_ranks
+from tiny_gpt import build_chunks, first_difference, initialize, make_config, train_steps
+
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.fine_grained_activation_offload.manager import CHECKPOINT_INPUTS
+from megatron.slipstream.integration import install, layer_settings
+from megatron.slipstream.integration.layer_settings import LayerOptions, apply, layers_of
+from megatron.slipstream.plan.settings import WHOLE, Assignment, LayerSetting
+
+pytestmark = pytest.mark.releases
+
+NORM = {"normalization": "LayerNorm"}
+"""One operation, as Transformer Engine's norms are."""
+SHARED: dict[str, Any] = {"moe_shared_expert_intermediate_size": 32}
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 64,
+    "moe_grouped_gemm": True,
+    "moe_token_dispatcher_type": "alltoall",
+}
+DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+CASES = {
+    "dense": ModelCase("dense", num_layers=3),
+    "experts": ModelCase("moe", num_layers=3),
+    "shared experts": ModelCase("moe", num_layers=2, overrides=SHARED),
+    "dense and experts": ModelCase("mixed", num_layers=4),
+    "latent attention": ModelCase("mla", num_layers=2),
+    "latent attention and experts": ModelCase("mla", num_layers=2, overrides=EXPERTS | SHARED),
+    "dropout": ModelCase("dense", num_layers=2, overrides=DROPOUT),
+    "packed": ModelCase("dense", num_layers=2, is_packed=True, micro_batch_size=1),
+    "packed experts": ModelCase("moe", num_layers=2, is_packed=True, micro_batch_size=1),
+}
+KINDS = {
+    "dense": ["dense"] * 3,
+    "experts": ["moe"] * 3,
+    "shared experts": ["moe"] * 2,
+    "dense and experts": ["dense", "moe"] * 2,
+    "latent attention": ["mla dense"] * 2,
+    "latent attention and experts": ["mla moe"] * 2,
+    "dropout": ["dense"] * 2,
+    "packed": ["dense"] * 2,
+    "packed experts": ["moe"] * 2,
+}
+MODULE_OF = {
+    "layernorm": "input_layernorm",
+    "mlp": "mlp",
+    "moe": "mlp.router",
+    "moe_act": "mlp.experts.activation_func",
+    "shared_experts": "mlp.shared_experts",
+    "core_attn": "self_attention.core_attention",
+    "mla_up_proj": "self_attention.linear_kv_up_proj",
+}
+"""A module, or a function, that a recomputation of the part calls a second time."""
+INSIDE = {"moe": ("moe_act", "shared_experts")}
+
+
+def assignments(options: Sequence[LayerOptions]) -> list[Assignment]:
+    """Each setting on all layers that take it, and every setting beside every other."""
+    longest = max(len(one.settings) for one in options)
+    alike = [
+        tuple(one.settings[min(number, len(one.settings) - 1)] for one in options)
+        for number in range(longest)
+    ]
+    mixed = [
+        tuple(
+            one.settings[(number + 2 * place) % len(one.settings)]
+            for place, one in enumerate(options)
+        )
+        for number in range(longest)
+    ]
+    return list(itertools.chain(*zip(alike, mixed, strict=True)))
+
+
+class Calls:
+    """Counts the calls of the modules in :data:`MODULE_OF`, by layer and part."""
+
+    def __init__(self, options: Sequence[LayerOptions]) -> None:
+        self.counts: Counter[tuple[int, str]] = Counter()
+        for number, one in enumerate(options):
+            for part, path in MODULE_OF.items():
+                self._watch(one.layer, path, (number, part))
+
+    def _watch(self, layer: Any, path: str, key: tuple[int, str]) -> None:
+        *owners, name = path.split(".")
+        for owner in owners:
+            layer = getattr(layer, owner, None)
+        found = getattr(layer, name, None)
+        if isinstance(found, torch.nn.Module):
+            found.register_forward_pre_hook(lambda *_: self.counts.update([key]))
+        elif found is not None:
+
+            def counted(*arguments: Any) -> Any:
+                self.counts.update([key])
+                return found(*arguments)
+
+            setattr(layer, name, counted)
+
+    def recomputed(self, num_passes: int, num_layers: int) -> list[set[str]]:
+        """The parts of each layer that ran twice in each pass, as far as they exist."""
+        found: list[set[str]] = [set() for _ in range(num_layers)]
+        for (number, part), count in self.counts.items():
+            assert count in (num_passes, 2 * num_passes), (number, part, count)
+            if count == 2 * num_passes:
+                found[number].add(part)
+        self.counts.clear()
+        return found
+
+
+def expected_calls(one: LayerOptions, setting: LayerSetting, has: set[str]) -> set[str]:
+    if setting == WHOLE:
+        return has
+    inside = {part for name in setting for part in INSIDE.get(name, ())}
+    return (setting | inside) & has
+
+
+def try_all(
+    rank: int, world_size: int, port: int, case: ModelCase, modules: Sequence[str], backend: str
+) -> tuple[Optional[str], list[str]]:
+    """Train with a new assignment in every step, and without any.
+
+    Returns:
+        The first difference of the results, and the kinds of the layers.
+    """
+    case = replace(case, overrides=NORM | case.overrides)
+    initialize(case, rank, world_size, port)
+    counts = (2,)
+    chunks = build_chunks(case, make_config(case))
+    plain = [[t.clone() for t in step] for step in train_steps(case, None, chunks, counts)]
+    if modules:
+        install.install(OffloadConfig(offload_backend=backend, offload_checkpoint_inputs=True))
+    config = make_config(case, modules)
+    chunks = build_chunks(case, config)
+    options = layers_of(chunks)
+    calls = Calls(options)
+    difference = first_difference(plain, train_steps(case, config, chunks, counts))
+    has = [{part for number, part in calls.counts if number == n} for n in range(len(options))]
+    assert calls.recomputed(counts[0], len(options)) == [set() for _ in options]
+    for assignment in assignments(options):
+        apply(assignment, chunks)
+        assert layer_settings.assignment_of(chunks) == assignment
+        found = first_difference(plain, train_steps(case, config, chunks, counts))
+        if found:
+            difference = difference or f"{assignment}: {found}"
+        seen = calls.recomputed(counts[0], len(options))
+        pairs = zip(options, assignment, has, strict=True)
+        assert seen == [expected_calls(*pair) for pair in pairs], assignment
+        manager = install.installed()
+        if manager is not None:
+            assert manager.plan.trace.assignment == assignment
+            moved = (
+                manager.report.modules[CHECKPOINT_INPUTS].d2h_bytes if WHOLE in assignment else 1
+            )
+            assert moved > 0
+    return difference, [one.kind for one in options]
+
+
+@pytest.mark.parametrize("offloads", [False, True], ids=["plain", "offloaded"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_setting_computes_the_same(name: str, offloads: bool) -> None:
+    case = CASES[name]
+    modules = (MOE_MODULES if "experts" in name else DENSE_MODULES) if offloads else ()
+    ((difference, kinds),) = run_ranks(1, try_all, case, modules, "cpu-lazy")
+    assert difference is None
+    assert kinds == KINDS[name]
