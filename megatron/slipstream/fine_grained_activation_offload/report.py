@@ -5,13 +5,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
 from pydantic import ConfigDict
 
+from megatron.slipstream.fine_grained_activation_offload.layer_report import (
+    HEADS,
+    LayerReport,
+    layer_rows,
+)
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import parse
 from megatron.slipstream.plan.render import format_bytes
@@ -98,6 +103,15 @@ class RankReport:
     """Plans tried for the newest options, oldest first. Most or all of them exceed the limit."""
     is_native: bool = False
     """Whether C++ did the work of each group; see ``offload_native``."""
+    layers: list[LayerReport] = field(default_factory=list)
+    """What each layer keeps, moves and recomputes; empty if no budget is set."""
+    tiles: dict[str, int] = field(default_factory=dict)
+    """Number of pieces of the sequence in which a part of the model runs, such as 'output_layer':
+    parts that are not tiled are missing."""
+    budget_bytes: int = 0
+    """The most device memory for activations; 0 for no budget."""
+    budget_reason: str = ""
+    """Where the budget comes from."""
     host_allocated_bytes: int = 0
     """Host memory that the pool holds."""
     host_growth_bytes: int = 0
@@ -230,6 +244,7 @@ class Report:
         lines += [
             f"rank {rank.rank}: {reason}" for rank in self.ranks for reason in rank.reasons.values()
         ]
+        lines += [line for rank in self.ranks for line in _layers(rank)]
         lines += [_host_memory(rank) for rank in self.ranks]
         lines += [_times(rank) for rank in self.ranks if rank.measured_ms]
         lines += [line for rank in self.ranks for line in _tried(rank)]
@@ -280,6 +295,26 @@ def _absent(rank: RankReport) -> str:
         "such module, or checkpoint it as a whole (offload_checkpoint_inputs=True moves what that "
         "keeps)"
     )
+
+
+def _layers(rank: RankReport) -> list[str]:
+    lines = []
+    if rank.budget_bytes:
+        why = f" ({rank.budget_reason})" if rank.budget_reason else ""
+        budget = format_bytes(rank.budget_bytes)
+        lines.append(f"budget of rank {rank.rank} for activations: {budget}{why}")
+    if rank.tiles:
+        tiles = ", ".join(f"{name} in {number}" for name, number in rank.tiles.items())
+        lines.append(f"rank {rank.rank} runs in pieces of the sequence: {tiles}")
+    if rank.layers:
+        lines += [f"layers of rank {rank.rank}, per micro-batch", *layer_lines(rank.layers)]
+    return lines
+
+
+def layer_lines(layers: Sequence[LayerReport]) -> list[str]:
+    """Return a table of text: a line for each kind of layer and setting, below its heads."""
+    rows = [list(row) for row in (HEADS, *layer_rows(layers))]
+    return [line.rstrip() for line in _columns(rows, {0, 1, 2, 7})]
 
 
 def _host_memory(rank: RankReport) -> str:
@@ -340,11 +375,11 @@ def _row(rank: int, name: str, item: ModuleCounters) -> list[str]:
     ]
 
 
-def _columns(rows: list[list[str]]) -> list[str]:
+def _columns(rows: list[list[str]], on_the_left: Container[int] = (1,)) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
-            cell.ljust(width) if i == 1 else cell.rjust(width)
+            cell.ljust(width) if i in on_the_left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Optional
 
 from jinja2 import Environment, StrictUndefined, Template
 
+from megatron.slipstream.fine_grained_activation_offload.layer_report import HEADS, layer_rows
 from megatron.slipstream.fine_grained_activation_offload.report import (
     ModuleCounters,
     RankReport,
@@ -107,6 +108,7 @@ def render_page(
         max_findings=MAX_FINDINGS_SHOWN,
         max_details=MAX_DETAILS_SHOWN,
         rank_heads=heads,
+        layer_heads=HEADS,
         stages=stages,
         differences=rank_differences(report),
         ranks=views,
@@ -226,4 +228,5 @@ def _template() -> Template:
     environment.filters["percent"] = "{:.4%}".format
     environment.filters["median"] = statistics.median
     environment.filters["ranks"] = name_ranks
+    environment.filters["layer_rows"] = layer_rows
     return environment.from_string(_file("page.html"))

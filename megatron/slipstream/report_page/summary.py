@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from megatron.slipstream.fine_grained_activation_offload.layer_report import format_ranges
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
 from megatron.slipstream.plan.render import format_bytes
 
@@ -265,9 +265,4 @@ def _plain(value: Any) -> str:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Format ranks as text such as 'ranks 0, 2, 5 to 7'."""
-    parts: list[str] = []
-    # Within a run of consecutive numbers, number minus index is constant.
-    for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
-        first, *others = (rank for _, rank in run)
-        parts += [f"{first} to {others[-1]}"] if len(others) > 1 else map(str, [first, *others])
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks)}"

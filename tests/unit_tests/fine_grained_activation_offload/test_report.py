@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from megatron.slipstream.fine_grained_activation_offload.layer_report import HEADS, LayerReport
 from megatron.slipstream.fine_grained_activation_offload.report import (
     ModuleCounters,
     RankReport,
@@ -68,7 +70,19 @@ def make_rank(rank: int, modules: Sequence[str] = ("core_attn", "attn_proj")) ->
         warnings={"it is late": 2},
         settings={"num_layers": 4, "offload_modules": ["core_attn"], "bf16": True},
         environment={"torch": "2.11.0"},
+        layers=make_layers(),
+        tiles={"output_layer": 16},
+        budget_bytes=6 * MIB,
+        budget_reason="of 9 GiB",
     )
+
+
+def make_layers() -> list[LayerReport]:
+    """Six layers of two kinds: two move, three recompute, the last of which have no known time."""
+    keep = LayerReport(kind="dense", saved_bytes=4 * MIB, moved_bytes=MIB, reason="it fits")
+    less = LayerReport("mlp", "dense", 4 * MIB, 0, 3 * MIB, 0.5, "less memory")
+    whole = LayerReport("layer", "experts", 8 * MIB, 0, 8 * MIB)
+    return [keep, less, less, whole, keep, whole]
 
 
 # Figures.
@@ -100,6 +114,22 @@ def test_the_text_has_the_ranks_by_pipeline_stage() -> None:
         ["pipeline", "stage", "0"],
         ["pipeline", "stage", "1"],
     ]
+
+
+def test_layers_are_a_line_for_each_kind_and_setting() -> None:
+    lines = Report([make_rank(0)]).render().splitlines()
+    start = lines.index("layers of rank 0, per micro-batch")
+    assert lines[start - 2 : start] == [
+        "budget of rank 0 for activations: 6.0 MiB (of 9 GiB)",
+        "rank 0 runs in pieces of the sequence: output_layer in 16",
+    ]
+    assert [re.split(r"  +", line.strip()) for line in lines[start + 1 : start + 5]] == [
+        [*HEADS],
+        ["0, 4", "dense", "nothing", "6.0 MiB", "2.0 MiB", "0 B", "it fits"],
+        ["1, 2", "dense", "mlp", "2.0 MiB", "0 B", "6.0 MiB", "1.0 ms", "less memory"],
+        ["3, 5", "experts", "layer", "0 B", "0 B", "16.0 MiB"],
+    ]
+    assert "layers of" not in Report([RankReport()]).render()
 
 
 # JSON.

@@ -21,6 +21,7 @@ from reported_runs import make_run, make_trace, with_waits
 from toy_model import SCHEDULES, make_chunks, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.layer_report import LayerReport
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
 from megatron.slipstream.plan.build import build_plan
@@ -147,6 +148,16 @@ def test_what_a_user_wants_to_see_at_once_is_on_top(two_ranks: str) -> None:
     assert "rank 3 above the median: step time" in text
 
 
+def test_layers_are_shown_by_kind_and_setting() -> None:
+    layers = [LayerReport("mlp", "dense", 4 << 20, 1 << 20, 2 << 20, 0.5, "it is full")] * 3
+    rank = replace(make_run().rank, layers=layers, tiles={"mlp": 4}, budget_bytes=9 << 20)
+    text = Page(render_page(Report([rank]))).text
+    assert "Budget for activations: 9.0 MiB. mlp runs in 4 pieces of the sequence." in text
+    assert "Recomputes Kept Moved Recomputed Backward longer by Why 0 to 2 dense mlp" in text
+    assert "0 to 2 dense mlp 3.0 MiB 3.0 MiB 6.0 MiB 1.5 ms it is full" in text
+    assert "Budget" not in Page(render_page(make_run().report)).text
+
+
 def test_a_run_without_problems_has_a_next_step() -> None:
     report = make_run().report
     assert f"Next step: {next_step(report)}" in " ".join(Page(render_page(report)).text.split())
@@ -210,6 +221,10 @@ def test_a_name_is_text_wherever_it_comes_from(name: str) -> None:
         environment={name: name, "GPU": name, "torch": name},
         graphs={name: run.rank.modules[name]},
         plan=run.rank.plan + name,
+        layers=[LayerReport(kind=name, setting=name, reason=name)],
+        tiles={name: 2},
+        budget_bytes=1,
+        budget_reason=name,
     )
     other = replace(rank, rank=1, settings={name: "other"}, environment={})
     modules = {name: replace(run.rank.modules[name], num_late=1, stall_ms=9.0)}
@@ -347,7 +362,7 @@ def test_the_page_of_a_real_run_is_of_the_plan_that_it_followed(tmp_path: Path) 
 def test_the_page_needs_the_plans_and_the_report_and_nothing_else_of_the_engine() -> None:
     allowed = re.compile(
         r"megatron\.slipstream\.(plan|estimate|report_page|rules|"
-        r"fine_grained_activation_offload\.report)\b"
+        r"fine_grained_activation_offload\.(layer_)?report)\b"
     )
     for path in FOLDER.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
