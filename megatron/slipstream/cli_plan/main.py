@@ -13,7 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from megatron.slipstream.cli_plan.options import TRAINING, UNTIMED, add_options, as_typed, flag_of
+from megatron.slipstream.cli_plan.options import (
+    TRAINING,
+    UNTIMED,
+    add_options,
+    as_typed,
+    flag_of,
+)
 
 if TYPE_CHECKING:
     from megatron.slipstream.estimate.gpus import Speed
@@ -104,7 +110,7 @@ def _check_files(options: argparse.Namespace) -> None:
     """Check the output files before planning, which may take minutes."""
     from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
 
-    names = ("output", "timeline", "frontier")
+    names = ("output", "timeline", "frontier", "json")
     paths = {name: path for name in names if (path := getattr(options, name)) is not None}
     for name, path in paths.items():
         require_writable(f"--{name}", path)
@@ -260,11 +266,15 @@ def _frontier(trace: Trace, policy: PolicyOptions, suffix: str) -> bytes:
 
 
 def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
+    from megatron.slipstream.cli_plan.fits import prepare_search, show_fits
     from megatron.slipstream.cli_plan.models import configured_by, speed_for
     from megatron.slipstream.estimate.shape_tables import describe, layer_tables, rank_table, write
 
+    is_search = prepare_search(options)
     with _progress("reading the configuration"):
         configured = configured_by(words, options)
+    if is_search:
+        return show_fits(configured, options)
     speed = speed_for(configured, options)
     policy = _policy_options(options, configured.policy)
     ranks = _plan_ranks(configured, speed, policy, options)

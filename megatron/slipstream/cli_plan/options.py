@@ -27,6 +27,18 @@ Examples with a recorded trace (training writes one with --offload-trace-path tr
   Draw memory against time for all targets:
     slipstream plan trace.json --frontier frontier.png
 
+Examples of what fits (nothing is run; 8k is 8192 tokens):
+
+  The longest sequence of Llama-3-8B on one H100, with gradients in bfloat16 and no optimizer:
+    slipstream plan --hf-config config.json --longest-sequence --gpu h100 --state-gib 30
+
+  The same for 64 GPUs, with 100 GiB of host memory for each, compared at 32k tokens:
+    slipstream plan --hf-config config.json --longest-sequence --gpu h200 --pp 4 --dp 16 \\
+        --host-memory 100 --seq-length 32k
+
+  The largest micro-batch of a training command:
+    slipstream plan --largest-micro-batch --gpu h100 -- torchrun --nproc-per-node 8 ...
+
 Examples before the first run, without a GPU (sizes follow from shapes, times are estimated):
 
   Plan megatron's flags, or a whole command (not a shell script); needs megatron-core:
@@ -45,11 +57,31 @@ A timeline as .json opens in https://ui.perfetto.dev. A frontier as .json holds 
 sweep. Times are simulated from those in the trace: a real step stalls at least as long.
 
 Exit status: 0; 2 for invalid options; 3 if no plan keeps to --target-memory (the shown plan has the
-lowest peak); 4 if the trace lacks the times or memory readings that a goal needs.
+lowest peak) or no size fits; 4 if the trace lacks the times or memory readings that a goal needs.
 """
 
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+
+def parse_tokens(text: str) -> int:
+    """Return a number of tokens; ``8k`` is 8192, ``1m`` is 1048576.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is not such a number.
+    """
+    found = re.fullmatch(r"(-?\d+)([km]?)", text.strip().lower())
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of tokens, such as 8192, 8k or 1m"
+        )
+    return int(found[1]) * _UNITS[found[2]]
+
+
 TRAINING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "seq_length": (("--seq-length",), {"type": int, "help": "tokens per sequence"}),
+    "seq_length": (
+        ("--seq-length",),
+        {"type": parse_tokens, "metavar": "N", "help": "tokens per sequence; 8k is 8192"},
+    ),
     "micro_batch_size": (("--micro-batch-size",), {"type": int, "help": "sequences (default: 1)"}),
     "precision": (
         ("--precision",),
@@ -153,7 +185,16 @@ def as_typed(message: str, options: argparse.Namespace) -> str:
     return message.replace("num_microbatches=", "--num-micro-batches=")
 
 
-UNTIMED = ("gpu", "achieved_share", "tflops", "gb_per_s", "num_micro_batches", "rank", "state_gib")
+SEARCH = ("longest_sequence", "largest_micro_batch", "memory", "margin", "host_memory", "json")
+"""Options of the search for the largest size that fits."""
+
+AIMS = (*("target_memory", "max_overhead", "fraction", "output", "timeline", "frontier", "rank"),)
+"""Options of one plan."""
+
+UNTIMED = (
+    *("gpu", "achieved_share", "tflops", "gb_per_s", "num_micro_batches", "rank", "state_gib"),
+    *SEARCH,
+)
 """Options that apply only without recorded times."""
 
 
@@ -196,11 +237,49 @@ def add_options(
         if "action" not in options:
             options = {"action": _AsTyped, **options}
         training.add_argument(*names, dest=destination, **options)
+    _add_search(plan.add_argument_group("the largest size that fits (without a trace)"))
     _add_gpu(plan.add_argument_group("hardware and schedule (without a trace)"))
     _add_aim(plan.add_argument_group("goals"))
     _add_files(plan.add_argument_group("output files"))
     hint = "; put megatron's flags after '--'"
     plan.set_defaults(run=run, typed={}, hint_for_unknown=hint)
+
+
+def _add_search(group: argparse._ArgumentGroup) -> None:
+    searched = group.add_mutually_exclusive_group()
+    searched.add_argument(
+        "--longest-sequence",
+        action="store_true",
+        default=None,
+        help="find the longest sequence that fits without offloading, with recomputation, with "
+        "the built-in engine and with a memory budget; --seq-length N also compares them at N",
+    )
+    searched.add_argument(
+        "--largest-micro-batch",
+        action="store_true",
+        default=None,
+        help="find the largest micro-batch of sequences of --seq-length tokens",
+    )
+    group.add_argument(
+        "--memory", type=float, metavar="GIB", help="device memory (default: the GPU's)"
+    )
+    group.add_argument(
+        "--margin",
+        type=float,
+        metavar="GIB",
+        help="device memory left for the CUDA context, communication and fragmentation (default: "
+        "2%% of it)",
+    )
+    group.add_argument(
+        "--host-memory", type=float, metavar="GIB", help="host memory of a rank (default: no limit)"
+    )
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the answer for tools")
+    group.add_argument(
+        "--details",
+        action="store_true",
+        default=None,
+        help="show what each way does and what fills the device",
+    )
 
 
 def _add_gpu(group: argparse._ArgumentGroup) -> None:

@@ -1,0 +1,232 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""``slipstream plan --longest-sequence`` and ``--largest-micro-batch``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Optional
+
+from megatron.slipstream.cli_plan.models import speed_for
+from megatron.slipstream.cli_plan.options import AIMS, SEARCH, flag_of
+from megatron.slipstream.cli_plan.sizes import MAX_BYTES
+from megatron.slipstream.estimate.file_errors import writing
+from megatron.slipstream.estimate.fit import (
+    BUDGET,
+    FULL,
+    HOST,
+    STEP_TOKENS,
+    WAYS,
+    Finder,
+    Fit,
+    Limits,
+    Row,
+)
+from megatron.slipstream.estimate.gpus import Speed
+from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_state import state_bytes
+from megatron.slipstream.estimate.training_setup import Configured
+from megatron.slipstream.plan.progress_bar import bar_on_stderr
+from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.plan.whole_files import write_whole
+
+NOTHING_FITS = 3
+"""Exit status if no size fits with any way."""
+
+DEFAULT_MARGIN_SHARE = 0.02
+"""Share of the device memory for the CUDA context and fragmentation: an H100 whose driver shows
+80 GiB ran what needs 77.7 (benchmarks)."""
+
+_TITLES = {"off": "off", "selective": "selective recomputation", "full": "full recomputation",
+           "built-in": "built-in engine", "budget": "memory budget"}  # fmt: skip
+_WALLS = {"state": "state", "layers": "layers' saved bytes", "backward": "backward of one layer",
+          "logits": "logits and loss", HOST: "host memory", "": "none"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The fits of all ways, and what they take at a size that several reach."""
+
+    unit: str
+    """What is counted: tokens, or sequences."""
+    fits: tuple[Fit, ...]
+    common_size: int
+    """0 if there is none."""
+    rows: tuple[Optional[Row], ...]
+    """What each way takes at the common size."""
+
+
+def prepare_search(options: argparse.Namespace) -> bool:
+    """Return whether the options ask for the largest size that fits, and check that they agree.
+
+    Raises:
+        ValueError: An option has no effect beside the others; the message names it.
+    """
+    asked = [name for name in SEARCH[:2] if getattr(options, name)]
+    if not asked:
+        for name in SEARCH[2:]:
+            if getattr(options, name) is not None:
+                flag = flag_of(name, options)
+                raise ValueError(
+                    f"{flag} is not supported without --longest-sequence or --largest-micro-batch "
+                    f"because it limits their search only; set one of them, or leave {flag} out"
+                )
+        return False
+    search = flag_of(asked[0], options)
+    for name in AIMS:
+        if getattr(options, name) is not None:
+            flag = flag_of(name, options)
+            raise ValueError(
+                f"{flag} is not supported with {search} because that compares ways instead of "
+                f"planning one; leave {flag} out"
+            )
+    if options.longest_sequence and options.hf_config is not None and options.seq_length is None:
+        options.seq_length = STEP_TOKENS * (options.cp or 1) * (options.tp or 1)
+    return True
+
+
+def show_fits(configured: Configured, options: argparse.Namespace) -> int:
+    """Search the largest size for each way, show the answer, and return the exit status."""
+    speed = speed_for(configured, options)
+    is_default = options.hf_config is not None and options.num_micro_batches is None
+    if is_default and configured.shape.parallelism.pp == 1:
+        configured = replace(configured, num_micro_batches=1)
+    memory = _memory_bytes(speed, options)
+    finder = _finder(configured, speed, memory, options)
+    answer = _answer(finder, options)
+    sys.stdout.writelines(f"{line}\n" for line in _lines(answer, finder, speed, options))
+    if options.json:
+        with writing("--json", options.json):
+            write_whole(options.json, _to_json(answer, finder.limits))
+    return 0 if any(fit.size for fit in answer.fits) else NOTHING_FITS
+
+
+def _memory_bytes(speed: Speed, options: argparse.Namespace) -> int:
+    memory = speed.memory_gib if options.memory is None else options.memory
+    if memory is None:
+        raise ValueError(f"the memory of {speed.name} is not known; set --memory")
+    margin = memory * DEFAULT_MARGIN_SHARE if options.margin is None else options.margin
+    for flag, value in (("--memory", memory), ("--host-memory", options.host_memory)):
+        if value is not None and not 0 < value <= MAX_BYTES >> 30:
+            raise ValueError(f"{flag}={value} must be above 0 GiB, to {MAX_BYTES >> 30}")
+    if not 0 <= margin < memory:
+        raise ValueError(f"--margin={margin} must be from 0 to less than the memory's {memory:g}")
+    return int((memory - margin) * 2**30)
+
+
+def _finder(
+    configured: Configured, speed: Speed, memory: int, options: argparse.Namespace
+) -> Finder:
+    def state(shape: ModelShape, rank: int) -> int:
+        if options.state_gib is not None:
+            return int(options.state_gib * 2**30)
+        return state_bytes(shape, rank)
+
+    par = configured.shape.parallelism
+    host = None if options.host_memory is None else int(options.host_memory * 2**30)
+    limits = Limits(memory, host, state)
+    if options.largest_micro_batch:
+        return Finder(configured, speed, limits, "micro_batch_size", 1)
+    step = STEP_TOKENS * par.cp * (par.tp if par.sequence_parallel else 1)
+    return Finder(configured, speed, limits, "seq_length", step)
+
+
+def _answer(finder: Finder, options: argparse.Namespace) -> Answer:
+    """Search with a progress bar."""
+    fits = []
+    with bar_on_stderr() as progress:
+        for way in progress.track(WAYS, description="searching"):
+            fits.append(finder.fit(way))
+    sizes = {fit.way: fit.size for fit in fits}
+    common = sizes[FULL] or sizes[BUDGET]
+    if options.longest_sequence and "seq_length" in options.typed:
+        common = options.seq_length
+    rows = tuple(finder.at(way, common) if common else None for way in WAYS)
+    unit = "sequences" if options.largest_micro_batch else "tokens"
+    return Answer(unit, tuple(fits), common, rows)
+
+
+def _lines(
+    answer: Answer, finder: Finder, speed: Speed, options: argparse.Namespace
+) -> Iterator[str]:
+    yield _sentence(answer, finder, speed)
+    yield ""
+    yield from _table(answer)
+    yield _assumptions(finder, speed, options)
+    if not options.details:
+        yield "--details shows what each way does and what fills the device"
+        return
+    for fit in answer.fits:
+        yield from ("", *_details(fit, answer.unit))
+
+
+def _sentence(answer: Answer, finder: Finder, speed: Speed) -> str:
+    budget = answer.fits[WAYS.index(BUDGET)]
+    others = ", ".join(
+        f"{_TITLES[fit.way]} {fit.size:,}" for fit in answer.fits if fit.way != BUDGET
+    )
+    par = finder.configured.shape.parallelism
+    gpus = f"one {speed.name} GPU" if par.num_gpus == 1 else f"{par.num_gpus} {speed.name} GPUs"
+    start = f"{finder.configured.title} on {gpus}"
+    if budget.row is None:
+        beyond = "" if budget.beyond is None else (
+            f": {finder.step} would take {format_bytes(budget.beyond.parts.total)} of "
+            f"{format_bytes(finder.limits.device_bytes)}, of which state "
+            f"{format_bytes(budget.beyond.parts.state)}"
+        )  # fmt: skip
+        return f"{start}: no size fits{beyond}; divide the model further (--pp, --tp, --dp)"
+    return f"{start}: {budget.size:,} {answer.unit} with a memory budget; {others}"
+
+
+def _table(answer: Answer) -> Iterator[str]:
+    at = f"step at {answer.common_size:,}" if answer.common_size else "step"
+    rows = [["way", answer.unit, "step", "tokens/s", "device", "host", at, "tokens/s", "wall"]]
+    for fit, common in zip(answer.fits, answer.rows, strict=True):
+        used = ["-", "-"]
+        if fit.row is not None:
+            usage = fit.row.usage
+            used = [format_bytes(usage.parts.total), format_bytes(usage.host_bytes)]
+        rows.append([_TITLES[fit.way], f"{fit.size:,}", *_times(fit.row), *used,
+                     *_times(common), _WALLS[fit.wall]])  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells, wall in rows:
+        middle = map(str.rjust, cells, widths[1:-1])
+        yield "  ".join([name.ljust(widths[0]), *middle, wall])
+
+
+def _times(row: Optional[Row]) -> list[str]:
+    return [f"{row.step_ms / 1e3:.3g} s", f"{row.tokens_per_s:,.0f}"] if row else ["-", "-"]
+
+
+def _assumptions(finder: Finder, speed: Speed, options: argparse.Namespace) -> str:
+    limits, count = finder.limits, finder.configured.num_micro_batches
+    host = "not limited (--host-memory)"
+    if limits.host_bytes is not None:
+        host = format_bytes(limits.host_bytes)
+    memory = speed.memory_gib if options.memory is None else options.memory
+    return (
+        f"Device memory {format_bytes(limits.device_bytes)} ({memory:g} GiB less a margin for "
+        f"context and fragmentation, --margin), host memory of a rank {host}. Steps of {count} "
+        f"micro-batch{'es' if count > 1 else ''}; tokens/s per GPU. Allocated memory: the "
+        "built-in engine reserves more."
+    )
+
+
+def _details(fit: Fit, unit: str) -> Iterator[str]:
+    text = fit.row.text if fit.row else "does not fit"
+    yield f"{_TITLES[fit.way]}, {fit.size:,} {unit}: {text}"
+    for usage, what in ((fit.row and fit.row.usage, "peak"), (fit.beyond, "next size")):
+        if usage is not None:
+            sizes = usage.parts._asdict().items()
+            parts = [f"{name} {format_bytes(size)}" for name, size in sizes if size]
+            yield f"  {what}: {', '.join(parts)}; host {format_bytes(usage.host_bytes)}"
+
+
+def _to_json(answer: Answer, limits: Limits) -> bytes:
+    found: dict[str, Any] = {"schema": "slipstream-fits", "version": 1, **asdict(answer)}
+    found["device_bytes"], found["host_bytes"] = limits.device_bytes, limits.host_bytes
+    return json.dumps(found, indent=1).encode()

@@ -1,0 +1,422 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The longest sequence, or the largest micro-batch, that fits a device, for each way to train.
+
+A rank's memory is followed through its schedule: what is always in use, what the layers of passes
+in flight hold, and, at its peak, one layer's backward or the logits. Times are those of compute, or
+of the copies where these take longer.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Optional
+
+from megatron.slipstream.estimate.gpus import Speed
+from megatron.slipstream.estimate.layer_costs import head_costs
+from megatron.slipstream.estimate.model_shapes import MAX_SIZE, Chunk, ModelShape
+from megatron.slipstream.estimate.saved_tensors import CHECKPOINT_INPUTS
+from megatron.slipstream.estimate.schedules import Pass, Schedule, idle_ms, rank_schedule
+from megatron.slipstream.estimate.training_setup import Configured
+from megatron.slipstream.estimate.ways import (
+    TILE_TOKENS,
+    LayerUse,
+    Way,
+    layer_use,
+    selective_setting,
+)
+from megatron.slipstream.plan.settings import NOTHING, WHOLE
+
+STEP_TOKENS = 1024
+"""Sequences are searched in multiples of this many tokens per context-parallel rank."""
+
+LOGIT_BYTES = 4
+"""Bytes per logit at the loss: the logits and their gradient or float32 copy."""
+
+
+HOST = "host"
+"""The wall that host memory is."""
+
+
+class Parts(NamedTuple):
+    """Device memory by what holds it, in bytes."""
+
+    state: int = 0
+    """Weights, gradients and optimizer."""
+    layers: int = 0
+    """Saved by the layers of all passes in flight."""
+    backward: int = 0
+    """Live in the backward of one layer: its saved and recomputed tensors, and gradients."""
+    logits: int = 0
+    """The output layer and the loss."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+    @property
+    def largest(self) -> str:
+        """The name of the largest part that depends on the number of tokens."""
+        return max(self._fields[1:], key=lambda name: int(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a rank may use."""
+
+    device_bytes: int
+    host_bytes: Optional[int] = None
+    """None for no limit."""
+    state_bytes: Callable[[ModelShape, int], int] = lambda shape, rank: 0
+    """State of a pipeline rank."""
+
+
+class Usage(NamedTuple):
+    """Memory of the pipeline rank that takes the most, in one iteration."""
+
+    parts: Parts
+    """On the device at its peak."""
+    host_bytes: int
+
+    def exceeded(self, limits: Limits) -> str:
+        """Return what exceeds a limit; empty if it fits."""
+        if self.parts.state > limits.device_bytes:
+            return "state"
+        if self.parts.total > limits.device_bytes:
+            return self.parts.largest
+        is_over = limits.host_bytes is not None and self.host_bytes > limits.host_bytes
+        return HOST if is_over else ""
+
+
+class Row(NamedTuple):
+    """What a way takes at a size that fits."""
+
+    text: str
+    """What it recomputes, moves and tiles."""
+    usage: Usage
+    step_ms: float
+    tokens_per_s: float
+    """Tokens per second and GPU."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The largest size that fits with one way."""
+
+    way: str
+    size: int
+    """Tokens of a sequence, or sequences of a micro-batch; 0 if none fits."""
+    row: Optional[Row]
+    """What it takes at that size; None if none fits."""
+    beyond: Optional[Usage]
+    """What the next size would take; None if the search ended at the largest planned size."""
+    wall: str
+    """What exceeds a limit there: a field of :class:`Parts`, :data:`HOST`, or empty."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The ways of a rank's layers: some from the beginning of each chunk, and the others."""
+
+    first: Way
+    rest: Way
+    num_first: int = 0
+    """Layers of each chunk with ``first``."""
+    tiles_logits: bool = False
+
+    def ways(self, num_layers: int) -> list[Way]:
+        """Return the way of each layer of a chunk."""
+        num_first = min(self.num_first, num_layers)
+        return [self.first] * num_first + [self.rest] * (num_layers - num_first)
+
+    def describe(self, num_layers: int) -> str:
+        """Return what it does, as text, for chunks of this many layers."""
+        counts = {way: self.ways(num_layers).count(way) for way in (self.first, self.rest)}
+        counts = {way: count for way, count in counts.items() if count}
+        texts = [
+            way.describe() if len(counts) == 1 else f"{count} layers: {way.describe()}"
+            for way, count in counts.items()
+        ]
+        return "; ".join(texts + ["logits in tiles"] * self.tiles_logits)
+
+
+class ChunkUse(NamedTuple):
+    """What one pass through a model chunk takes; parts are beside those of other passes."""
+
+    held_bytes: int
+    moved_bytes: int
+    forward: Parts
+    backward: Parts
+    forward_ms: float
+    backward_ms: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one iteration of a model takes with a mix of ways.
+
+    Args:
+        configured: The model and its schedule.
+        speed: Speed of the GPU.
+        state_bytes: The state of each pipeline rank.
+    """
+
+    configured: Configured
+    speed: Speed
+    state_bytes: tuple[int, ...]
+
+    def usage(self, mix: Mix) -> Usage:
+        """Return the memory that an iteration takes."""
+        chunks = self._chunks(mix)
+        peaks = [self._peak(rank, chunks) for rank in range(len(self._schedules))]
+        parts, _ = max(peaks, key=lambda peak: peak[0].total)
+        return Usage(parts, max(host for _, host in peaks))
+
+    def step_ms(self, mix: Mix) -> float:
+        """Return the time of an iteration."""
+        chunks = self._chunks(mix)
+
+        def duration_ms(rank: int, item: Pass) -> float:
+            chunk = chunks[rank, item.vp_stage]
+            return chunk.forward_ms if item.direction == "F" else chunk.backward_ms
+
+        schedules = self._schedules
+        waits = idle_ms(schedules, duration_ms)
+        return max(
+            sum(waits[rank]) + sum(duration_ms(rank, item) for item in schedule)
+            for rank, schedule in enumerate(schedules)
+        )
+
+    def row(self, mix: Mix) -> Row:
+        """Return what a mix does and takes."""
+        step_ms = self.step_ms(mix)
+        num_gpus = self._shape.parallelism.num_gpus
+        layers = max(len(chunk.layers) for chunk in self._shape.chunks)
+        speed = 1e3 * self._tokens_of_step / step_ms / num_gpus
+        return Row(mix.describe(layers), self.usage(mix), step_ms, speed)
+
+    @property
+    def _tokens_of_step(self) -> int:
+        """Tokens of an iteration over all ranks."""
+        shape, count = self._shape, self.configured.num_micro_batches
+        return shape.seq_length * shape.micro_batch_size * count * shape.parallelism.dp
+
+    @property
+    def _shape(self) -> ModelShape:
+        return self.configured.shape
+
+    @cached_property
+    def _schedules(self) -> list[Schedule]:
+        par, count = self._shape.parallelism, self.configured.num_micro_batches
+        return [
+            rank_schedule(par.pp, rank, count, par.vpp, par.group_size) for rank in range(par.pp)
+        ]
+
+    @cached_property
+    def _uses(self) -> dict[tuple[bool, Way], LayerUse]:
+        return {}
+
+    def _layer(self, layer: int, way: Way) -> LayerUse:
+        key = self._shape.is_moe(layer), way
+        if key not in self._uses:
+            self._uses[key] = layer_use(
+                self._shape, layer, way, self.speed, self.configured.min_numel
+            )
+        return self._uses[key]
+
+    def _chunks(self, mix: Mix) -> dict[tuple[int, int], ChunkUse]:
+        chunks = self._shape.chunks
+        return {(item.pp_rank, item.vp_stage): self._chunk(item, mix) for item in chunks}
+
+    def _chunk(self, chunk: Chunk, mix: Mix) -> ChunkUse:
+        shape = self._shape
+        hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
+        ways = mix.ways(len(chunk.layers))
+        uses = [self._layer(layer, way) for layer, way in zip(chunk.layers, ways, strict=True)]
+        # The pipeline's schedule holds a stage's input.
+        held = min(hidden, uses[0].moved_bytes) if uses and not chunk.is_first else 0
+        backward = Parts()
+        for use in uses:
+            here = Parts(layers=held, backward=use.backward_bytes)
+            backward = max(backward, here, key=lambda parts: parts.total)
+            held += use.held_bytes
+        moved = sum(use.moved_bytes for use in uses)
+        # The copies of the layer that backward runs first would not hide, so it stays.
+        staying = uses[-1].moved_bytes if uses and chunk.is_last else 0
+        forward = Parts(layers=held + staying)
+        forward_ms = sum(use.forward_ms for use in uses)
+        backward_ms = sum(use.backward_ms for use in uses)
+        if chunk.is_last:
+            forward = forward._replace(logits=self._logit_bytes(mix) + 2 * hidden)
+            costs = head_costs(shape)
+            head_ms = [self.speed.compute_ms(c.flops, c.traffic_bytes) for c in costs.values()]
+            forward_ms += sum(head_ms)
+            for cost, ms in zip(costs.values(), head_ms, strict=True):
+                backward_ms += self.speed.compute_ms(
+                    cost.backward_flops, cost.backward_traffic_bytes
+                )
+                backward_ms += ms * mix.tiles_logits
+        out_ms, in_ms = self._copies_ms(moved - staying)
+        return ChunkUse(held, moved - staying, forward, backward, max(forward_ms, out_ms),
+                        max(backward_ms, in_ms))  # fmt: skip
+
+    def _logit_bytes(self, mix: Mix) -> int:
+        shape = self._shape
+        tokens = min(shape.tokens, TILE_TOKENS) if mix.tiles_logits else shape.tokens
+        return tokens * shape.vocab_size // shape.parallelism.tp * LOGIT_BYTES
+
+    def _copies_ms(self, nbytes: int) -> tuple[float, float]:
+        """Return the time of the copies out and back, at once if passes overlap in a pipeline."""
+        link = self.speed.bandwidth
+        rates = link.d2h_gb_per_s, link.h2d_gb_per_s
+        if self._shape.parallelism.pp > 1:
+            rates = link.d2h_both_gb_per_s, link.h2d_both_gb_per_s
+        return nbytes / (1e6 * rates[0]), nbytes / (1e6 * rates[1])
+
+    def _peak(self, rank: int, chunks: dict[tuple[int, int], ChunkUse]) -> tuple[Parts, int]:
+        """Return a rank's device memory at its peak, and the most that is on the host."""
+        held = moved = most_moved = 0
+        peak = Parts(state=self.state_bytes[rank])
+        for item in self._schedules[rank]:
+            chunk = chunks[rank, item.vp_stage]
+            sign = 1 if item.direction == "F" else -1
+            held -= chunk.held_bytes if sign < 0 else 0
+            here = chunk.forward if sign > 0 else chunk.backward
+            here = here._replace(state=self.state_bytes[rank], layers=here.layers + held)
+            peak = max(peak, here, key=lambda parts: parts.total)
+            held += chunk.held_bytes if sign > 0 else 0
+            moved += sign * chunk.moved_bytes
+            most_moved = max(most_moved, moved)
+        return peak, most_moved
+
+
+OFF, SELECTIVE, FULL, BUILT_IN, BUDGET = WAYS = (
+    *("off", "selective", "full", "built-in", "budget"),
+)
+"""The ways that are compared: nothing recomputed or offloaded; selective recomputation; full
+recomputation of each layer; megatron-core's offload engine with all its modules and selective
+recomputation; and what :mod:`plan` chooses from all of them for a budget of memory."""
+
+
+def mixes_of(name: str, shape: ModelShape, modules: Sequence[str]) -> list[Mix]:
+    """Return the mixes that a way may use, each with one way for all layers.
+
+    Args:
+        name: One of :data:`WAYS`.
+        shape: The model.
+        modules: The modules that may move.
+    """
+    selective, all_modules = selective_setting(shape), frozenset(modules)
+    inputs = frozenset({CHECKPOINT_INPUTS})
+    one_way = {
+        OFF: Way(),
+        SELECTIVE: Way(selective),
+        FULL: Way(WHOLE),
+        BUILT_IN: Way(selective, all_modules),
+    }
+    if name in one_way:
+        return [Mix(one_way[name], one_way[name])]
+    ways = [Way(), Way(NOTHING, all_modules)]
+    for is_tiled in (False, True):
+        ways += [
+            Way(setting, moving, is_tiled)
+            for setting, moved in ((selective, all_modules), (WHOLE, inputs))
+            for moving in (frozenset[str](), moved)
+        ]
+    return [Mix(way, way, tiles_logits=tiled) for way in ways for tiled in (False, True)]
+
+
+@dataclass(frozen=True)
+class Finder:
+    """Searches the largest size that fits.
+
+    Args:
+        configured: The model and its schedule.
+        speed: Speed of the GPU.
+        limits: What a rank may use.
+        field: The field of :class:`ModelShape` that is searched: ``seq_length`` or
+            ``micro_batch_size``.
+        step: Sizes are multiples of this.
+    """
+
+    configured: Configured
+    speed: Speed
+    limits: Limits
+    field: str
+    step: int
+
+    def fit(self, name: str) -> Fit:
+        """Return the largest size that fits with a way."""
+        most = MAX_SIZE // self.step
+        size = self.step * _largest(lambda count: self._fits(name, count * self.step), most)
+        next_size = size + self.step
+        beyond, wall = (None, "") if next_size > MAX_SIZE else self._beyond(name, next_size)
+        return Fit(name, size, self.at(name, size) if size else None, beyond, wall)
+
+    def _fits(self, name: str, size: int) -> bool:
+        estimate = self.estimate(size)
+        return any(True for _ in self._fitting(estimate, self._mixes(name)))
+
+    def at(self, name: str, size: int) -> Optional[Row]:
+        """Return what a way takes at a size with its fastest mix; None if it does not fit."""
+        estimate = self.estimate(size)
+        mixes = self._fitting(estimate, self._mixes(name))
+        fastest = min(mixes, key=estimate.step_ms, default=None)
+        return None if fastest is None else estimate.row(fastest)
+
+    def _fitting(self, estimate: Estimate, mixes: Sequence[Mix]) -> Iterator[Mix]:
+        """Yield the mixes that fit: of one way, and of two where the faster alone does not."""
+        usages = {mix: estimate.usage(mix) for mix in mixes}
+        yield from (mix for mix, usage in usages.items() if not usage.exceeded(self.limits))
+        device = self.limits.device_bytes
+        for less, more in itertools.permutations(mixes, 2):
+            if (
+                less.tiles_logits == more.tiles_logits
+                and usages[less].parts.total <= device < usages[more].parts.total
+            ):
+                mixed = self._mixed(estimate, less, more)
+                if not estimate.usage(mixed).exceeded(self.limits):
+                    yield mixed
+
+    def estimate(self, size: int) -> Estimate:
+        """Return the estimate of the model at a size."""
+        sized: dict[str, Any] = {self.field: size}
+        configured = replace(self.configured, shape=replace(self.configured.shape, **sized))
+        ranks = range(configured.shape.parallelism.pp)
+        state = tuple(self.limits.state_bytes(configured.shape, rank) for rank in ranks)
+        return Estimate(configured, self.speed, state)
+
+    def _mixes(self, name: str) -> list[Mix]:
+        return mixes_of(name, self.configured.shape, self.configured.modules)
+
+    def _mixed(self, estimate: Estimate, less: Mix, more: Mix) -> Mix:
+        """Return the mix with the fewest layers of ``less`` that fits the device."""
+        mix = replace(more, first=less.first)
+
+        def fits(count: int) -> bool:
+            usage = estimate.usage(replace(mix, num_first=count))
+            return usage.parts.total <= self.limits.device_bytes
+
+        counts = range(self.configured.shape.num_layers + 1)
+        return replace(mix, num_first=bisect.bisect_left(counts, True, key=fits))
+
+    def _beyond(self, name: str, size: int) -> tuple[Usage, str]:
+        """Return the least that a way takes at a size that does not fit, and the wall."""
+        estimate = self.estimate(size)
+        usages = [estimate.usage(mix) for mix in self._mixes(name)]
+        usage = min(usages, key=lambda usage: usage.parts.total)
+        return usage, usage.exceeded(self.limits) or HOST
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest count up to ``most`` that fits, where all smaller ones do; 0 if none."""
+    high = 1
+    while high <= most and fits(high):
+        high *= 2
+    counts = range(high // 2, min(high, most + 1))
+    return counts[bisect.bisect_left(counts, True, lo=1, key=lambda count: not fits(count)) - 1]

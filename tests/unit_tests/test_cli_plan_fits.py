@@ -1,0 +1,135 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""``slipstream plan --longest-sequence`` and ``--largest-micro-batch``: answers and refusals."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.slipstream.cli import main
+from megatron.slipstream.cli_plan.options import parse_tokens
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "models"
+LLAMA = EXAMPLES / "llama3_8b.json"
+H100 = ("--gpu", "h100", "--state-gib", 30, "--host-memory", 120)
+
+
+def show(*arguments: object) -> int:
+    return main(["plan", *(str(argument) for argument in arguments)])
+
+
+@pytest.mark.parametrize(
+    "text, tokens",
+    [("8192", 8192), ("8k", 8192), ("128K", 131_072), (" 1m ", 1 << 20), ("2M", 2 << 20), ("0", 0)],
+)
+def test_tokens_have_units(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "8.5k", "8kb", "8 k", "1e6", "8g"])
+def test_what_is_no_number_of_tokens_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"such as 8192, 8k or 1m"):
+        parse_tokens(text)
+
+
+def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show("--hf-config", LLAMA, "--longest-sequence", *H100, "--seq-length", "40k") == 0
+    read = capsys.readouterr()
+    assert read.err == ""
+    first, blank, head, *rows = read.out.splitlines()
+    found = re.fullmatch(
+        r"llama3_8b.json \(llama\) on one h100 GPU: ([\d,]+) tokens with a memory budget; "
+        r"off ([\d,]+), selective recomputation ([\d,]+), full recomputation ([\d,]+), "
+        r"built-in engine ([\d,]+)",
+        first,
+    )
+    assert found
+    ours, off, selective, full, _ = (int(text.replace(",", "")) for text in found.groups())
+    assert off < selective < full < ours
+    assert blank == ""
+    assert "step at 40,960" in head
+    walls = [re.split(r"\s{2,}", row)[-1] for row in rows[:5]]
+    assert walls == ["layers' saved bytes"] * 2 + ["logits and loss"] * 2 + ["host memory"]
+    assert "78.4 GiB" in rows[5]
+    assert "--details" in rows[-1]
+
+
+def test_details_say_what_fills_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show("--hf-config", LLAMA, "--longest-sequence", *H100, "--details") == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^off, 10,240 tokens: everything kept on the device$", shown, re.MULTILINE)
+    assert re.search(r"^  peak: state 30.0 GiB, layers \d", shown, re.MULTILINE)
+    assert re.search(r"^  next size: state 30.0 GiB, layers \d", shown, re.MULTILINE)
+
+
+def test_tools_read_the_answer(tmp_path: Path) -> None:
+    path = tmp_path / "fits.json"
+    assert show("--hf-config", LLAMA, "--longest-sequence", *H100, "--json", path) == 0
+    found = json.loads(path.read_text())
+    assert found["schema"] == "slipstream-fits"
+    off = found["fits"][0]
+    assert (off["way"], off["size"], off["wall"]) == ("off", 10_240, "layers")
+    assert found["common_size"] == found["fits"][2]["size"]
+    assert found["rows"][0] is None
+
+
+def test_micro_batches_are_counted_in_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--hf-config", LLAMA, "--largest-micro-batch", "--seq-length", "2k", *H100)
+    assert show(*arguments) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r": \d+ sequences with a memory budget; off 5, ", shown)
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show("--hf-config", LLAMA, "--longest-sequence", "--gpu", "h100") == 3
+    shown = capsys.readouterr().out
+    assert re.match(r".* no size fits: 1024 would take 135.\d GiB of 78.4 GiB, .*--dp", shown)
+
+
+@pytest.mark.parametrize(
+    "parallel, step", [((), 1024), (("--cp", 2), 2048), (("--tp", 2, "--sequence-parallel"), 2048)]
+)
+def test_sizes_can_be_divided_among_ranks(
+    parallel: tuple[object, ...], step: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "fits.json"
+    assert show("--hf-config", LLAMA, "--longest-sequence", *H100, *parallel, "--json", path) == 0
+    sizes = [fit["size"] for fit in json.loads(path.read_text())["fits"]]
+    assert all(size and size % step == 0 for size in sizes)
+
+
+LONGEST = ("--hf-config", LLAMA, "--longest-sequence")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((*LONGEST, "--target-memory", 40), "--target-memory is not supported with --longest-seq"),
+        ((*LONGEST, "--frontier", "f.png"), "--frontier is not supported with --longest-sequence"),
+        ((*LONGEST, "--memory", 0), "--memory=0.0 must be above 0 GiB"),
+        ((*LONGEST, "--host-memory", -1), "--host-memory=-1.0 must be above 0 GiB"),
+        ((*LONGEST, "--memory", 10, "--margin", 10), "--margin=10.0 must be from 0"),
+        ((*LONGEST, "--tp", 3), "num_attention_heads=32 is not a multiple of --tp=3"),
+        (
+            ("--hf-config", LLAMA, "--seq-length", "8k", "--memory", 40),
+            "--memory is not supported without --longest-sequence",
+        ),
+        (("--hf-config", LLAMA, "--largest-micro-batch"), "--seq-length is not set"),
+        (("trace.json", "--longest-sequence"), "--longest-sequence is not supported with a trace"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(
+    arguments: tuple[object, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert show(*arguments) == 2
+    assert message in capsys.readouterr().err
