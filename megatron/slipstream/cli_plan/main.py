@@ -75,7 +75,8 @@ def show_plan(options: argparse.Namespace) -> int:
             f"{len(words)} traces are given, but a plan is for one rank; name one of them"
         )
     if given[0] != "--hf-config":
-        _refuse(options, tuple(TRAINING), given[0], "its own")
+        own = [name for name in TRAINING if name != "seq_length" or not is_trace]
+        _refuse(options, own, given[0], "its own")
     if is_trace:
         _refuse(options, UNTIMED, given[0], "times and sizes of its own")
         return _show_trace(Path(words[0]), options)
@@ -97,7 +98,7 @@ def _progress(what: str) -> Iterator[None]:
         yield
 
 
-def _refuse(options: argparse.Namespace, names: tuple[str, ...], given: str, has: str) -> None:
+def _refuse(options: argparse.Namespace, names: Sequence[str], given: str, has: str) -> None:
     for name in names:
         if getattr(options, name) is not None:
             flag = flag_of(name, options)
@@ -137,12 +138,38 @@ def _show_trace(path: Path, options: argparse.Namespace) -> int:
         _progress(f"reading {path.name}"),
     ):
         trace = load_trace(path)
+    trace, notes = _at_length(trace, options)
     policy = _policy_options(options, PolicyOptions())
     with _progress("planning"):
         plan, simulation = _plan(trace, policy, bool(options.timeline or options.frontier))
     _show(plan, simulation, 64)
+    sys.stdout.writelines(f"{note}\n" for note in notes)
     _write(plan, simulation, policy, options)
     return _status(plan)
+
+
+def _at_length(trace: Trace, options: argparse.Namespace) -> tuple[Trace, list[str]]:
+    """Return the trace at --seq-length, if that is set, and what this takes for granted."""
+    from megatron.slipstream.estimate.model_shapes import MAX_SIZE
+    from megatron.slipstream.estimate.what_if import assumptions, at_length
+
+    recorded = trace.seq_length
+    if options.recorded_seq_length is not None:
+        flag = f"--recorded-seq-length={options.recorded_seq_length}"
+        if recorded:
+            raise ValueError(
+                f"{flag} is not supported with this trace because that says {recorded}; leave it "
+                "out"
+            )
+        if options.seq_length is None or options.recorded_seq_length < 1:
+            raise ValueError(f"{flag} must be 1 or more, and with --seq-length; set that, too")
+        recorded = options.recorded_seq_length
+    if options.seq_length is None:
+        return trace, []
+    if not 0 < options.seq_length <= MAX_SIZE:
+        raise ValueError(f"--seq-length={options.seq_length} must be 1 to {MAX_SIZE}")
+    scaled = at_length(replace(trace, seq_length=recorded), options.seq_length)
+    return scaled, assumptions(scaled, recorded)
 
 
 def _status(plan: Plan) -> int:

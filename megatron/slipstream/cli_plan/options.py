@@ -24,6 +24,9 @@ Examples with a recorded trace (training writes one with --offload-trace-path tr
   Free the most memory for 1 percent of the step time:
     slipstream plan trace.json --max-overhead 1
 
+  Plan the same iteration with sequences of 16,384 tokens:
+    slipstream plan trace.json --seq-length 16k
+
   Draw memory against time for all targets:
     slipstream plan trace.json --frontier frontier.png
 
@@ -218,6 +221,12 @@ def add_options(
         metavar="TRACE.json | -- FLAGS",
         help="trace of one rank; or, after --, megatron's flags of a training",
     )
+    plan.add_argument(
+        "--recorded-seq-length",
+        type=parse_tokens,
+        metavar="N",
+        help="the length of a trace's sequences, for --seq-length, if the trace does not say it",
+    )
     other = plan.add_argument_group("a model instead of a trace")
     other.add_argument(
         "--hf-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model"
@@ -229,7 +238,9 @@ def add_options(
         help="megatron's flags as text, or as YAML ('--num-layers: 32'; MODEL_ARGS at the top)",
     )
     training = plan.add_argument_group(
-        "training options (with --hf-config)", "The names are megatron's."
+        "training options (with --hf-config)",
+        "The names are megatron's. With a trace, --seq-length plans it as if its sequences had "
+        "this length.",
     )
     for destination, (names, options) in TRAINING.items():
         if options.get("type") is int:

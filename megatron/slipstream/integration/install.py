@@ -320,7 +320,8 @@ def save_trace(path: str) -> None:
     manager = installed()
     if manager is None or manager.plan is None:
         raise RuntimeError("no iteration has been recorded; train with offloading first")
-    files.save_trace(manager.plan.trace, path)
+    seq_length = manager.report.settings.get("seq_length", 0)
+    files.save_trace(replace(manager.plan.trace, seq_length=seq_length), path)
 
 
 def plans() -> dict[int, Plan]:

@@ -184,6 +184,8 @@ def _plan_problems(plan: Plan) -> Iterator[str]:
 def _trace_problems(trace: Trace) -> Iterator[str]:
     yield from _step_problems(trace)
     yield from _storage_problems(trace)
+    if trace.seq_length < 0:
+        yield f"seq_length is {trace.seq_length}"
     num_steps = len(trace.steps)
     for name in ("memory", "step_ms"):
         if len(getattr(trace, name)) not in (0, num_steps):

@@ -231,6 +231,8 @@ class Trace:
     bandwidth from compute. The larger of the two costs applies."""
     assignment: Assignment = ()
     """What backward recomputed of each layer; empty: as the model was built."""
+    seq_length: int = 0
+    """Tokens per sequence; 0 if not known."""
 
     @cached_property
     def steps_key(self) -> StepsKey:

@@ -88,7 +88,9 @@ def test_the_files_are_there_however_a_training_ends(end: str, tmp_path: Path) -
     (rank,) = Report.from_json((tmp_path / "report.json").read_text()).ranks
     assert rank.num_iterations == num_iterations
     assert rank.d2h_bytes > 0
-    assert load_trace(tmp_path / "trace.json").groups
+    trace = load_trace(tmp_path / "trace.json")
+    assert trace.groups
+    assert trace.seq_length == int(FLAGS[FLAGS.index("--seq-length") + 1])
     # In the middle of an iteration the weights are not a result.
     assert ("weights_sha256" in record) == (code == 0)
     paths = "offload_report_path=report.json, offload_trace_path=trace.json, run_record_path="

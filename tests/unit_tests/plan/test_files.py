@@ -214,6 +214,7 @@ def change(data: dict[str, Any], place: str, value: object) -> None:
         ("bandwidth.0", 0.0, "bandwidth.d2h_gb_per_s is 0.0, not above 0"),
         ("bandwidth", [1.0, 1.0], "trace.bandwidth[2]: field required"),
         ("bandwidth", None, None),
+        ("seq_length", -1, "seq_length is -1"),
     ],
 )
 def test_a_trace_that_contradicts_itself_is_refused(
