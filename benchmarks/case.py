@@ -25,11 +25,19 @@ class Variant:
     has_defaults: bool = True
     """Whether Slipstream is also measured with its defaults: each engine pins its own host
     memory."""
+    recompute: tuple[str, ...] = ()
+    """Parts of each layer that backward recomputes, as in ``plan.settings``."""
+    budget_share: float = 0.0
+    """Budget for activations, as a share of those without offloading; 0 for none."""
 
     @property
     def name(self) -> str:
-        """Name in commands and results."""
-        return "+".join(self.modules)
+        """Name in commands and results, such as ``core_attn+attn_proj``, ``mlp|core_attn``, or
+        ``budget=0.5``."""
+        if self.budget_share:
+            return f"budget={self.budget_share}"
+        modules = "+".join(self.modules)
+        return f"{'+'.join(self.recompute)}|{modules}" if self.recompute else modules
 
     @property
     def moves(self) -> bool:
@@ -54,6 +62,7 @@ COMPARISONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "chunk_graphs": ("eager", "stock", "layer", "chunk", "chunk+offload"),
         "graph_bank": ("eager", "bank", "fixed", "fixed+graph"),
+        "budgets": ("off", "slipstream"),
         "attached": ("plain", "attach", "torchtune", "trl", "save_on_cpu"),
     }
 )

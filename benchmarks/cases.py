@@ -7,11 +7,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+from benchmarks.budget_cases import BUDGET_CASES
 from benchmarks.case import Case, Variant
 from benchmarks.engine_cases import ENGINE_CASES
 from benchmarks.graph_cases import GRAPH_CASES
 
-CASES: tuple[Case, ...] = (*ENGINE_CASES, *GRAPH_CASES)
+CASES: tuple[Case, ...] = (*ENGINE_CASES, *BUDGET_CASES, *GRAPH_CASES)
 
 
 def find_case(name: str) -> Case:
@@ -45,9 +46,13 @@ def select_variants(case: Case, chosen: Sequence[str]) -> tuple[Variant, ...]:
 
     if not chosen:
         return case.variants
+    by_name = {variant.name: variant for variant in case.variants}
     known = {frozenset(variant.modules): variant for variant in case.variants}
     variants = []
     for text in chosen:
+        if text in by_name:
+            variants.append(by_name[text])
+            continue
         names = tuple(filter(None, text.replace(",", "+").split("+")))
         if names == ("all",):
             variants.append(case.variants[-1])

@@ -63,7 +63,7 @@ MOE = ModelCase(
         "apply_rope_fusion": True,
     },
 )
-_MLA_MOE = ModelCase(
+MLA_MOE = ModelCase(
     kind="mla",
     num_layers=8,
     hidden_size=2048,
@@ -196,7 +196,7 @@ ENGINE_CASES: tuple[Case, ...] = (
         "8 layers like DeepSeek-V2's: hidden 2048, 16 heads, MLA (q_lora 768, kv_lora 512), 32 "
         "experts of width 1408, top 6, a shared expert, the first layer dense, sequence 4096, "
         "micro-batch 2",
-        _MLA_MOE,
+        MLA_MOE,
         _variants(MOE_MODULES, "core_attn", "core_attn attn_proj", "expert_fc1", "moe_act"),
     ),
     Case(
@@ -208,7 +208,7 @@ ENGINE_CASES: tuple[Case, ...] = (
     Case(
         "mla_moe_host",
         "the mla_moe case, likewise",
-        _MLA_MOE,
+        MLA_MOE,
         _host_variants("core_attn", "core_attn attn_proj"),
     ),
     Case(

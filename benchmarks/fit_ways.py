@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Optional
 
@@ -12,11 +12,24 @@ WAYS = ("off", "selective", "full", "megatron", "slipstream", "inputs", "budget"
 OURS = ("slipstream", "inputs", "budget")
 """Ways with our engine."""
 
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+FULL = ("layer",)
+
+
+def recompute_options(parts: Sequence[str]) -> dict[str, Any]:
+    """Return the options of ``TransformerConfig`` with which backward recomputes these parts.
+
+    Args:
+        parts: Names of ``recompute_modules``; :data:`FULL` for whole layers.
+    """
+    if tuple(parts) == FULL:
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if not parts:
+        return {}
+    return {"recompute_granularity": "selective", "recompute_modules": list(parts)}
 
 
 @dataclass(frozen=True)
@@ -44,10 +57,9 @@ class Setup:
     def overrides(self) -> dict[str, Any]:
         """Options of ``TransformerConfig`` for recomputation."""
         if self.way in ("full", "inputs"):
-            return dict(FULL)
-        if self.way in ("selective", "megatron", "slipstream"):
-            return {"recompute_granularity": "selective", "recompute_modules": list(self.recompute)}
-        return {}
+            return recompute_options(FULL)
+        recomputes = self.way in ("selective", "megatron", "slipstream")
+        return recompute_options(self.recompute if recomputes else ())
 
     @property
     def offload_modules(self) -> tuple[str, ...]:

@@ -427,6 +427,7 @@ def report_fields(manager: Any) -> dict[str, Any]:
         "planned_saved_bytes": (
             manager.report.baseline_peak_bytes - manager.report.planned_peak_bytes
         ),
+        "planned_peak_bytes": manager.report.planned_peak_bytes,
         # From the first mark to the end, as planned and in an iteration that followed the plan.
         "planned_ms": manager.report.planned_ms,
         "followed_ms": manager.report.measured_ms,

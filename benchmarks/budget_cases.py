@@ -1,0 +1,84 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Budgets for activations, beside ``recompute_modules`` and ``offload_modules`` set by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from model_case import DENSE_MODULES, MOE_MODULES
+
+from benchmarks.case import Case, Variant
+from benchmarks.engine_cases import DENSE, MLA_MOE, SMOKE
+from benchmarks.fit_ways import FULL
+
+SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
+
+
+def _variants(
+    all_modules: Sequence[str], recomputed: Sequence[str], moved: Sequence[str]
+) -> tuple[Variant, ...]:
+    """Return the budgets, then each set of parts that are recomputed with each that moves."""
+    budgets = [Variant(tuple(all_modules), budget_share=share) for share in SHARES]
+    by_hand = [
+        Variant(tuple(modules.split()) or ("-",), recompute=tuple(parts.split()))
+        for parts in recomputed
+        for modules in ("", *moved)
+        if parts or modules
+    ]
+    # core_attn moves nothing of a recomputed layer; the layer's input moves.
+    whole = [Variant(modules, recompute=FULL) for modules in (("-",), ("core_attn",))]
+    return (*budgets, *by_hand, *whole)
+
+
+_DENSE = _variants(
+    DENSE_MODULES,
+    ("", "core_attn", "mlp", "core_attn mlp"),
+    ("qkv_linear", "core_attn", "core_attn attn_proj", "qkv_linear core_attn attn_proj"),
+)
+_MLA = _variants(
+    MOE_MODULES,
+    (
+        *("", "layernorm", "mla_up_proj", "moe_act", "mla_up_proj layernorm moe_act"),
+        *("moe mlp", "moe mlp mla_up_proj"),
+    ),
+    ("core_attn", "core_attn attn_proj", "expert_fc1", "expert_fc1 moe_act", " ".join(MOE_MODULES)),
+)
+
+BUDGET_CASES: tuple[Case, ...] = (
+    Case(
+        "budgets_dense",
+        "the dense case with budgets for activations, and with settings by hand",
+        DENSE,
+        _DENSE,
+        num_micro_batches=1,
+        comparison="budgets",
+    ),
+    Case(
+        "budgets_long",
+        "the same with sequence 32768",
+        replace(DENSE, seq_length=32768),
+        _DENSE,
+        num_micro_batches=1,
+        comparison="budgets",
+    ),
+    Case(
+        "budgets_mla_moe",
+        "the mla_moe case, likewise",
+        MLA_MOE,
+        _MLA,
+        num_micro_batches=1,
+        comparison="budgets",
+    ),
+    Case(
+        "budgets_smoke",
+        "three tiny layers, likewise, for trying it without a GPU",
+        SMOKE,
+        _variants(DENSE_MODULES, ("mlp",), ("core_attn attn_proj",)),
+        num_micro_batches=1,
+        offload={"min_offloaded_tensor_size": 1},
+        needs_gpu=False,
+        comparison="budgets",
+    ),
+)
