@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.slipstream.cli_plan.options import UNTIMED, flag_of
-from megatron.slipstream.estimate.gpus import DEFAULT_ACHIEVED_SHARE, Speed, find_speed
+from megatron.slipstream.estimate.gpus import Speed, find_speed
 from megatron.slipstream.estimate.hugging_face import HubModel, load_hub_config
 from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.training_command import read_flags, split_command
@@ -184,7 +184,7 @@ def speed_for(configured: Configured, options: argparse.Namespace) -> Speed:
         )
     return find_speed(
         options.gpu or "h200",
-        DEFAULT_ACHIEVED_SHARE if share is None else share,
+        share,
         options.tflops,
         options.gb_per_s,
     )

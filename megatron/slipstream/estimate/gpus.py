@@ -12,10 +12,13 @@ from typing import NamedTuple, Optional
 
 from megatron.slipstream.plan.trace import Bandwidth
 
-DEFAULT_ACHIEVED_SHARE = 0.65
-"""Average fraction of a GPU's peak rate that the matrix products of a training step reach. With it,
-the benchmarks' dense case is predicted to compute 3% faster than measured on an H200, and to hide
-no more copies than it did (docs/user-guide/planning.md)."""
+ACHIEVED_SHARE = 0.65
+"""Average fraction of a GPU's peak rate that the matrix products of a training step reach, for a
+GPU without a fraction of its own."""
+
+ATTENTION_SHARE = 0.78
+"""Rate of attention's products, forward and backward, as a fraction of that of other products
+(measured on an H100, 8k to 80k tokens)."""
 
 HBM_SHARE = 0.8
 """Fraction of the device memory's bandwidth that memory-bound operations reach."""
@@ -33,12 +36,15 @@ class GpuFacts(NamedTuple):
     """Rate of the link to the host in each direction."""
     measured: Optional[Bandwidth] = None
     """Measured bandwidth of pinned copies, if any."""
+    achieved_share: float = ACHIEVED_SHARE
+    """Fraction of ``tflops`` that the matrix products of a step reach."""
 
 
 GPUS: Mapping[str, GpuFacts] = {
     "a100": GpuFacts(312, 2039, 80, 32),
     "b200": GpuFacts(2250, 8000, 179, 64),
-    "h100": GpuFacts(989, 3350, 80, 64),
+    # benchmarks/results
+    "h100": GpuFacts(989, 3350, 80, 64, achieved_share=0.7),
     "h20": GpuFacts(148, 4000, 96, 64),
     # benchmarks/results/overhead_h200_202611/moe_by_time.jsonl
     "h200": GpuFacts(989, 4800, 140, 64, Bandwidth(55.3, 55.4, 50.7, 52.0)),
@@ -64,14 +70,17 @@ class Speed:
     is_link_measured: bool = False
     """Whether ``bandwidth`` was measured on that GPU or given by the user."""
 
-    def compute_ms(self, flops: float, traffic_bytes: float = 0.0) -> float:
+    def compute_ms(
+        self, flops: float, traffic_bytes: float = 0.0, is_attention: bool = False
+    ) -> float:
         """Return the milliseconds of matrix products plus those of memory-bound operations."""
-        return flops / (1e9 * self.tflops) + traffic_bytes / (1e6 * self.hbm_gb_per_s)
+        rate = self.tflops * (ATTENTION_SHARE if is_attention else 1.0)
+        return flops / (1e9 * rate) + traffic_bytes / (1e6 * self.hbm_gb_per_s)
 
 
 def find_speed(
     name: str,
-    achieved_share: float = DEFAULT_ACHIEVED_SHARE,
+    achieved_share: Optional[float] = None,
     tflops: Optional[float] = None,
     gb_per_s: Optional[float] = None,
 ) -> Speed:
@@ -81,7 +90,7 @@ def find_speed(
 
     Args:
         name: Name of the GPU.
-        achieved_share: Fraction of the peak rate that matrix products reach.
+        achieved_share: Fraction of the peak rate that matrix products reach; None for the table's.
         tflops: Rate of matrix products, overriding that fraction.
         gb_per_s: Bandwidth of a copy to the host or to the device, overriding the table's.
 
@@ -96,6 +105,8 @@ def find_speed(
             f"--gpu={name} is not in the table; {hint}Known: {', '.join(GPUS)}. For another GPU, "
             "name the most similar one and set --tflops and --gb-per-s"
         )
+    if achieved_share is None:
+        achieved_share = facts.achieved_share
     if not 0 < achieved_share <= 1:
         raise ValueError(f"--achieved-share={achieved_share} must be above 0 and at most 1")
     for option, value in (("--tflops", tflops), ("--gb-per-s", gb_per_s)):

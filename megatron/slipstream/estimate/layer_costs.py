@@ -11,8 +11,9 @@ not counted; each makes a real step longer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Optional
+from typing import Literal, NamedTuple, Optional
 
+from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.saved_tensors import is_input_norm_fused
 from megatron.slipstream.plan.settings import WHOLE, LayerSetting
@@ -24,6 +25,9 @@ ATTENTION_BACKWARD_PER_FORWARD = 2.5
 again."""
 
 
+Phase = Literal["forward", "rerun", "backward"]
+
+
 class Cost(NamedTuple):
     """Cost of one part of a layer for one micro-batch on one rank."""
 
@@ -32,28 +36,19 @@ class Cost(NamedTuple):
     traffic_bytes: float = 0.0
     """Bytes that memory-bound operations read and write in forward."""
     backward_factor: float = BACKWARD_PER_FORWARD
+    is_attention: bool = False
+    """Whether the products are those of attention, which reach another rate."""
     rerun_share: float = 0.0
     """The share of the forward that backward runs again, before its own operations."""
 
-    @property
-    def rerun_flops(self) -> float:
-        """Operations of matrix products that backward runs again."""
-        return self.flops * self.rerun_share
+    def ms(self, speed: Speed, phase: Phase) -> float:
+        """Return the compute time of forward, of what runs again, or of backward without that."""
+        factor = {"forward": 1.0, "rerun": self.rerun_share, "backward": self.backward_factor}
+        return factor[phase] * speed.compute_ms(self.flops, self.traffic_bytes, self.is_attention)
 
-    @property
-    def rerun_traffic_bytes(self) -> float:
-        """Bytes of memory-bound operations that backward runs again."""
-        return self.traffic_bytes * self.rerun_share
-
-    @property
-    def backward_flops(self) -> float:
-        """Operations of matrix products in backward, with those that run again."""
-        return self.flops * (self.backward_factor + self.rerun_share)
-
-    @property
-    def backward_traffic_bytes(self) -> float:
-        """Bytes of memory-bound operations in backward, with those that it runs again."""
-        return self.traffic_bytes * (self.backward_factor + self.rerun_share)
+    def backward_ms(self, speed: Speed) -> float:
+        """Return the compute time of backward, with what runs again."""
+        return self.ms(speed, "rerun") + self.ms(speed, "backward")
 
 
 def layer_costs(
@@ -172,6 +167,7 @@ def _attention(shape: ModelShape) -> dict[str, Cost]:
             2.0 * pairs * (key_width + value_width),
             scores,
             ATTENTION_BACKWARD_PER_FORWARD,
+            is_attention=True,
         ),
         "attn_proj": Cost(2.0 * tokens * hidden * shape.num_attention_heads / tp * value_width),
     }

@@ -18,6 +18,8 @@ AttentionBackend = Literal["fused", "flash", "unfused", "local"]
 ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = ("fused", "flash", "unfused", "local")
 ContextParallelism = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 CONTEXT_PARALLELISMS: tuple[ContextParallelism, ...] = ("p2p", "all_gather", "a2a", "a2a+p2p")
+CrossEntropy = Literal["unfused", "native", "te"]
+CROSS_ENTROPIES: tuple[CrossEntropy, ...] = ("unfused", "native", "te")
 Precision = Literal["bf16", "fp16", "fp32"]
 BYTES_OF: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 RECOMPUTE_MODULES = (
@@ -136,6 +138,8 @@ class ModelShape:
     """``fused``, ``flash`` and ``unfused`` are Transformer Engine's implementations of core
     attention, in layers built from its modules; ``local`` is a layer built from megatron-core's
     plain PyTorch modules (``--transformer-impl local``) as they run without a GPU."""
+    cross_entropy: CrossEntropy = "unfused"
+    """The loss: ``cross_entropy_fusion_impl``, or ``unfused`` without cross_entropy_loss_fusion."""
     bias_activation_fusion: bool = True
     """Whether the activation function is one kernel (megatron's ``--no-bias-swiglu-fusion`` turns
     it off)."""

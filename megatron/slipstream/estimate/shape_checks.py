@@ -11,6 +11,7 @@ from megatron.slipstream.estimate.model_shapes import (
     ATTENTION_BACKENDS,
     BYTES_OF,
     CONTEXT_PARALLELISMS,
+    CROSS_ENTROPIES,
     MAX_LAYERS,
     MAX_SIZE,
     RECOMPUTE_MODULES,
@@ -77,6 +78,7 @@ def _wrong_choices(shape: ModelShape) -> Iterator[str]:
     for name, value, choices in (
         ("precision", shape.precision, tuple(BYTES_OF)),
         ("attention_backend", shape.attention_backend, ATTENTION_BACKENDS),
+        ("cross_entropy_fusion_impl", shape.cross_entropy, CROSS_ENTROPIES),
         ("cp_comm_type", shape.parallelism.cp_comm_type, CONTEXT_PARALLELISMS),
     ):
         if value not in choices:
@@ -114,6 +116,11 @@ def _wrong_settings(shape: ModelShape) -> Iterator[str]:
         )
     if any(setting > WHOLE for setting in (shape.recompute_modules, *shape.layer_settings)):
         yield f"{WHOLE_LAYER!r} is recomputed beside other modules; leave them out"
+    if shape.layers_per_checkpoint > 1 and shape.layer_settings:
+        yield (
+            f"recompute_num_layers={shape.layers_per_checkpoint} is not supported with "
+            "layer_settings because one checkpoint holds layers of one setting; set 1"
+        )
     if len(shape.layer_settings) not in (0, shape.num_layers):
         yield (
             f"layer_settings has {len(shape.layer_settings)} entries, but "

@@ -76,8 +76,8 @@ def layer_window(shape: ModelShape, speed: Speed, layer: int) -> LayerWindow:
     """Return the compute time that a layer's copies can overlap with."""
     costs = layer_costs(shape, layer).values()
     return LayerWindow(
-        sum(speed.compute_ms(cost.flops, cost.traffic_bytes) for cost in costs),
-        sum(speed.compute_ms(cost.backward_flops, cost.backward_traffic_bytes) for cost in costs),
+        sum(cost.ms(speed, "forward") for cost in costs),
+        sum(cost.backward_ms(speed) for cost in costs),
     )
 
 

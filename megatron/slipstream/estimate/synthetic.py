@@ -4,22 +4,23 @@
 
 Its marks are those of megatron-core's layers and its storages are the tensors that they save, in
 the order of a pipeline rank's schedule; its times are estimates. Device memory counts the state,
-the saved tensors of passes in flight and, in backward, the gradients of the running part, but not
-the temporary memory of operations or allocator fragmentation.
+the saved tensors of passes in flight, what the running part takes beside them (layer_passes), but
+not the fragmentation of the allocator.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Union
 
 from megatron.slipstream.estimate.gpus import Speed
-from megatron.slipstream.estimate.layer_costs import Cost, head_costs, layer_costs
+from megatron.slipstream.estimate.layer_costs import layer_costs
+from megatron.slipstream.estimate.layer_passes import Stretch, backward_pass, forward_pass
 from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
 from megatron.slipstream.estimate.saved_tensors import (
+    CHECKPOINT_INPUTS,
     SavedTensor,
     marked_modules,
     saved_tensors,
@@ -125,14 +126,13 @@ class Mark(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Compute time and memory of a part of a layer."""
+    """Compute time and memory of a part of a layer, in forward or in backward."""
 
-    forward_ms: float
-    backward_ms: float
-    saved_bytes: int = 0
-    """Bytes saved in forward and freed after the part's backward."""
-    gradient_bytes: int = 0
-    """Bytes of gradients during its backward."""
+    ms: float
+    live_bytes: int
+    """What it adds to the memory in use; negative if it frees."""
+    peak_bytes: int
+    """The most that it uses above what was in use before it."""
 
 
 class Managed(NamedTuple):
@@ -156,62 +156,43 @@ class ChunkWork:
 
     plan: Workplan
     chunk: Chunk
-    events: list[Union[Mark, Work]] = field(default_factory=list)
-    """Marks and work in forward order."""
+    forward: list[Union[Mark, Work]] = field(default_factory=list)
+    backward: list[Union[Mark, Work]] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
     """The module names of the pass's groups."""
     storages: list[Managed] = field(default_factory=list)
     with_small: set[int] = field(default_factory=set)
     """Groups that save tensors below the minimum size."""
 
-    @property
-    def events_of_backward(self) -> list[Union[Mark, Work]]:
-        """Marks and work in backward order.
-
-        MLA's up-projections are recomputed after core attention's backward, and then read a tensor
-        that the group before it saved: see [Note: Recomputation reads first] in ``trace``.
-        """
-        events = self.events[::-1]
-        if not self.plan.shape.recomputes("mla_up_proj"):
-            return events
-        commits = [
-            place
-            for place, event in enumerate(events)
-            if isinstance(event, Mark) and event.kind is StepKind.FORWARD_COMMIT
-        ]
-        for later, earlier in itertools.pairwise(commits):
-            if (events[later][2], events[earlier][2]) == ("core_attn", "qkv_linear"):
-                events.insert(later, events.pop(earlier))
-        return events
-
     def __post_init__(self) -> None:
+        shape, group_of = self.plan.shape, {}
         for place, layer in enumerate(self.chunk.layers):
-            self._add_layer(layer, is_first=place == 0)
-        if self.chunk.is_last:
-            self._add_head()
+            group_of[layer] = self._add_layer(layer, is_first=place == 0)
+        self.forward = list(self._with_marks(forward_pass(shape, self.chunk), group_of))
+        self.backward = list(self._with_marks_of_use(backward_pass(shape, self.chunk), group_of))
 
     @property
     def forward_ms(self) -> float:
         """Compute time of its forward."""
-        return sum(item.forward_ms for item in self.events if isinstance(item, Work))
+        return sum(item.ms for item in self.forward if isinstance(item, Work))
 
     @property
     def backward_ms(self) -> float:
         """Compute time of its backward."""
-        return sum(item.backward_ms for item in self.events if isinstance(item, Work))
+        return sum(item.ms for item in self.backward if isinstance(item, Work))
 
     @property
     def saved_bytes(self) -> int:
         """All bytes that a pass saves for backward."""
-        return sum(item.saved_bytes for item in self.events if isinstance(item, Work))
+        return sum(item.live_bytes for item in self.forward if isinstance(item, Work))
 
-    def _add_layer(self, layer: int, is_first: bool) -> None:
+    def _add_layer(self, layer: int, is_first: bool) -> dict[str, int]:
+        """Add a layer's groups and their storages; return its groups by name."""
         shape = self.plan.shape
         saved = saved_tensors(shape, layer)
         marked = [name for name in marked_modules(shape, layer) if name in self.plan.modules]
         group_of = {name: len(self.groups) + place for place, name in enumerate(marked)}
         self.groups += marked
-        self._add_events(saved, layer_costs(shape, layer), group_of)
         savers: dict[str, list[str]] = {}
         tensors: dict[str, SavedTensor] = {}
         for part, items in saved.items():
@@ -231,55 +212,53 @@ class ChunkWork:
                 )
                 lingers = is_input and self.chunk.is_first
                 self.storages.append(Managed(tensor, groups, held_outside, lingers))
+        return group_of
 
-    def _add_events(
-        self,
-        saved: dict[str, tuple[SavedTensor, ...]],
-        costs: dict[str, Cost],
-        group_of: dict[str, int],
-    ) -> None:
-        """Append the marks and the work of a layer."""
-        seen: set[str] = set()
-        for part, cost in costs.items():
-            tensors = saved.get(part, ())
-            nbytes = sum(tensor.nbytes for tensor in tensors if tensor.name not in seen)
-            seen.update(tensor.name for tensor in tensors)
-            # The gradients of the part's input and output.
-            gradients = sum(tensor.nbytes for tensor in (*tensors, *_after(part, saved, costs)))
-            self._mark(StepKind.FORWARD_START, part, group_of)
-            self.events.append(self._work(cost, nbytes, gradients))
-            for module, last in _LAST_PARTS.items():
-                if part in last:
-                    self._mark(StepKind.FORWARD_COMMIT, module, group_of)
+    def _with_marks(
+        self, stretches: Iterable[Stretch], group_of: dict[int, dict[str, int]]
+    ) -> Iterator[Union[Mark, Work]]:
+        """Yield the work of forward, and the marks of groups and of the output layer."""
+        for stretch in stretches:
+            groups = group_of.get(stretch.layer, {})
+            is_output = stretch.part == OUTPUT_LAYER and bool(self.groups)
+            spans = {name: _span(name, self.plan.shape, stretch.layer) for name in groups}
+            for name, span in spans.items():
+                if stretch.part == span[0]:
+                    yield Mark(StepKind.FORWARD_START, groups[name], name)
+            if is_output:  # [Note: Marks of no group]
+                yield Mark(StepKind.OUTPUT_START, -2, OUTPUT_LAYER)
+            yield self._work(stretch)
+            if is_output:
+                yield Mark(StepKind.OUTPUT_END, -2, OUTPUT_LAYER)
+            for name, span in spans.items():
+                if stretch.part == span[-1]:
+                    yield Mark(StepKind.FORWARD_COMMIT, groups[name], name)
 
-    def _mark(self, kind: StepKind, name: str, group_of: dict[str, int]) -> None:
-        if name in group_of:
-            self.events.append(Mark(kind, group_of[name], name))
+    def _with_marks_of_use(
+        self, stretches: Iterable[Stretch], group_of: dict[int, dict[str, int]]
+    ) -> Iterator[Union[Mark, Work]]:
+        """Yield the work of backward, and a mark where a group is first read.
 
-    def _add_head(self) -> None:
-        """Append the final norm, the output layer and the loss."""
-        shape = self.plan.shape
-        hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
-        logits = shape.tokens * shape.vocab_size // shape.parallelism.tp
-        saved = {
-            "final_norm": 2 * hidden,
-            OUTPUT_LAYER: logits * shape.element_bytes,
-            "loss": logits * 4,
-        }
-        marks = {OUTPUT_LAYER: -2} if self.groups else {}  # [Note: Marks of no group]
-        for part, cost in head_costs(shape).items():
-            self._mark(StepKind.OUTPUT_START, part, marks)
-            self.events.append(self._work(cost, saved[part], 0))
-            self._mark(StepKind.OUTPUT_END, part, marks)
+        A part that runs again reads what it saved: [Note: Recomputation reads first] in ``trace``.
+        """
+        used: set[int] = set()
+        for stretch in stretches:
+            groups = group_of.get(stretch.layer, {})
+            is_output = stretch.part == OUTPUT_LAYER and bool(self.groups)
+            for name in reversed(groups):
+                is_read = stretch.part in _span(name, self.plan.shape, stretch.layer)
+                if is_read and groups[name] not in used:
+                    used.add(groups[name])
+                    yield Mark(StepKind.BACKWARD_USE, groups[name], name)
+            if is_output:
+                yield Mark(StepKind.OUTPUT_BACKWARD_START, -2, OUTPUT_LAYER)
+            yield self._work(stretch)
+            if is_output:
+                yield Mark(StepKind.OUTPUT_BACKWARD_END, -2, OUTPUT_LAYER)
 
-    def _work(self, cost: Cost, saved_bytes: int, gradient_bytes: int) -> Work:
-        compute_ms = self.plan.speed.compute_ms
-        return Work(
-            _round(compute_ms(cost.flops, cost.traffic_bytes)),
-            _round(compute_ms(cost.backward_flops, cost.backward_traffic_bytes)),
-            saved_bytes,
-            gradient_bytes,
-        )
+    def _work(self, stretch: Stretch) -> Work:
+        ms = _round(stretch.ms(self.plan.speed))
+        return Work(ms, stretch.live_bytes, stretch.peak_bytes)
 
 
 def _round(ms: float) -> float:
@@ -287,33 +266,22 @@ def _round(ms: float) -> float:
     return round(ms * 4096) / 4096
 
 
-_LAST_PARTS: dict[str, tuple[str, ...]] = {
-    "qkv_linear": ("qkv_linear",),
-    "core_attn": ("core_attn",),
-    "attn_proj": ("attn_proj",),
+_LAST_PARTS: dict[str, str] = {
     # megatron-core ends a norm's group after reading the residual, which is the norm's input.
-    "attn_norm": ("attn_residual",),
-    "expert_fc1": ("expert_fc1",),
-    "moe_act": ("expert_fc2",),
-    "mlp_norm": ("mlp_residual",),
+    "attn_norm": "attn_residual",
+    "moe_act": "expert_fc2",
+    "mlp_norm": "mlp_residual",
 }
-"""The parts of a layer at whose end each module's group ends."""
+"""The part of a layer at whose end a module's group ends, if it is not the module's own."""
 
 
-def _after(
-    part: str, saved: dict[str, tuple[SavedTensor, ...]], parts: Collection[str]
-) -> tuple[SavedTensor, ...]:
-    order = list(parts)
-    following = order[order.index(part) + 1 :]
-    return saved.get(following[0], ()) if following else ()
-
-
-_IN_BACKWARD = {
-    StepKind.FORWARD_COMMIT: StepKind.BACKWARD_USE,
-    StepKind.OUTPUT_END: StepKind.OUTPUT_BACKWARD_START,
-    StepKind.OUTPUT_START: StepKind.OUTPUT_BACKWARD_END,
-}
-"""The kind of backward mark that mirrors each forward mark."""
+def _span(module: str, shape: ModelShape, layer: int) -> Sequence[str]:
+    """Return the parts of a layer between the marks of a module's group."""
+    parts = list(layer_costs(shape, layer))
+    if module == CHECKPOINT_INPUTS:
+        return parts
+    first, last = parts.index(module), parts.index(_LAST_PARTS.get(module, module))
+    return parts[first : last + 1]
 
 
 class _Recorder:
@@ -334,13 +302,7 @@ class _Recorder:
         """Record a pass's forward and return the index of the pass."""
         chunk_pass = self._num_passes
         self._num_passes += 1
-        for event in chunk.events:
-            if isinstance(event, Mark):
-                self._mark(chunk_pass, event)
-            else:
-                self._live_bytes += event.saved_bytes
-                self.spend(event.forward_ms)
-                self._note_peak(0)
+        self._run(chunk.forward, chunk_pass)
         self._add_storages(chunk, chunk_pass)
         return chunk_pass
 
@@ -348,13 +310,16 @@ class _Recorder:
         """Record the pass's backward."""
         if chunk.groups:
             self._mark(chunk_pass, Mark(StepKind.BACKWARD_START, -1, BACKWARD))
-        for event in chunk.events_of_backward:
-            if isinstance(event, Work):
-                self._note_peak(event.gradient_bytes)
-                self.spend(event.backward_ms)
-                self._live_bytes -= event.saved_bytes
-            elif event.kind in _IN_BACKWARD:
-                self._mark(chunk_pass, event._replace(kind=_IN_BACKWARD[event.kind]))
+        self._run(chunk.backward, chunk_pass)
+
+    def _run(self, events: Iterable[Union[Mark, Work]], chunk_pass: int) -> None:
+        for event in events:
+            if isinstance(event, Mark):
+                self._mark(chunk_pass, event)
+            else:
+                self._note_peak(event.peak_bytes)
+                self._live_bytes += event.live_bytes
+                self.spend(event.ms)
 
     def spend(self, ms: float) -> None:
         """Add time to the latest step, or to the time before the first one."""

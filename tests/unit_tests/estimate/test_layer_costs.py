@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.slipstream.estimate.gpus import GPUS, find_speed
+from megatron.slipstream.estimate.gpus import ATTENTION_SHARE, GPUS, find_speed
 from megatron.slipstream.estimate.layer_costs import attended_pairs, head_costs, layer_costs
 from megatron.slipstream.estimate.model_shapes import (
     RECOMPUTE_MODULES,
@@ -72,12 +72,17 @@ def test_parallelism_divides_the_work(parallelism: Parallelism) -> None:
 
 
 def test_backward_computes_products_twice_and_recomputed_ones_again() -> None:
+    speed = find_speed("h200")
     plain = layer_costs(MIXTRAL, 0)
     again = layer_costs(replace(MIXTRAL, recompute_modules=frozenset({"moe"})), 0)
-    assert plain["expert_fc1"].backward_flops == 2 * plain["expert_fc1"].flops
-    assert again["expert_fc1"].backward_flops == 3 * plain["expert_fc1"].flops
+    forward_ms = plain["expert_fc1"].ms(speed, "forward")
+    assert plain["expert_fc1"].backward_ms(speed) == pytest.approx(2 * forward_ms)
+    assert again["expert_fc1"].backward_ms(speed) == pytest.approx(3 * forward_ms)
     assert again["qkv_linear"] == plain["qkv_linear"]
-    assert plain["core_attn"].backward_flops == 2.5 * plain["core_attn"].flops
+    attention = plain["core_attn"]
+    forward_ms = attention.ms(speed, "forward")
+    assert attention.backward_ms(speed) == pytest.approx(2.5 * forward_ms)
+    assert forward_ms == pytest.approx(attention.flops / speed.tflops / ATTENTION_SHARE / 1e9)
 
 
 SHARED = Experts(8, 2, 14336, shared_ffn_hidden_size=4096)
@@ -107,7 +112,7 @@ def test_backward_runs_the_parts_of_a_recomputed_module_again(module: str) -> No
 def test_only_the_up_projections_of_latent_attention_run_again() -> None:
     found = layer_costs(LATENT, 0, frozenset({"mla_up_proj"}))["qkv_linear"]
     down = 2 * LATENT.seq_length * LATENT.hidden_size * (1536 + 512 + 64)
-    assert found.rerun_flops == pytest.approx(found.flops - down)
+    assert found.rerun_share * found.flops == pytest.approx(found.flops - down)
 
 
 @pytest.mark.parametrize("setting", [{"mlp"}, {"layernorm"}], ids=["mlp", "norms"])
@@ -120,12 +125,10 @@ def test_what_a_layer_of_another_kind_has_does_not_run_again(setting: set[str]) 
 
 @pytest.mark.parametrize("shape", [LLAMA, LATENT, MIXTRAL], ids=["dense", "latent", "experts"])
 def test_backward_of_a_recomputed_layer_is_its_forward_and_its_backward(shape: ModelShape) -> None:
+    speed = find_speed("h200")
     plain, whole = layer_costs(shape, 0).values(), layer_costs(shape, 0, WHOLE).values()
-    for field in ("flops", "traffic_bytes"):
-        forward = sum(getattr(cost, field) for cost in plain)
-        backward = sum(getattr(cost, f"backward_{field}") for cost in plain)
-        again = sum(getattr(cost, f"backward_{field}") for cost in whole)
-        assert again == pytest.approx(forward + backward)
+    total = sum(cost.ms(speed, "forward") + cost.backward_ms(speed) for cost in plain)
+    assert sum(cost.backward_ms(speed) for cost in whole) == pytest.approx(total)
 
 
 def test_each_layer_has_its_setting() -> None:

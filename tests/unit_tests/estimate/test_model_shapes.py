@@ -322,6 +322,11 @@ def par(**fields: Any) -> dict[str, Any]:
         ({"recompute_modules": frozenset({"gdn"})}, "recompute_modules contains 'gdn'"),
         ({"recompute_modules": WHOLE | {"mlp"}}, "'layer' is recomputed beside other modules"),
         ({"layer_settings": (WHOLE,)}, "layer_settings has 1 entries, but num_layers=8"),
+        (
+            {"layers_per_checkpoint": 2, "layer_settings": (WHOLE,) * 8},
+            "recompute_num_layers=2 is not supported with layer_settings",
+        ),
+        ({"cross_entropy": "linear"}, "cross_entropy_fusion_impl='linear' is not modelled"),
         ({"layers_per_checkpoint": 0}, "recompute_num_layers=0 must be positive"),
         (
             {"attention_backend": "local", **par(cp=2)},

@@ -1,0 +1,368 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Forward and backward of a model chunk, part by part: what each adds to memory, and its peak.
+
+[Note: Memory of a pass]
+A tensor takes memory from the first part that saves it (or runs it again) until that part's
+backward. Beside these, a part's forward holds its input and output. Its backward holds the
+gradients of its input and output and of the residual stream, which is also the gradient of the
+projections that are added to it. A checkpoint holds its second output until its backward ends,
+since it starts that backward from it. Not counted: gradients of weights before they are
+accumulated, workspaces of kernels, communication buffers, uneven routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from megatron.slipstream.estimate.gpus import Speed
+from megatron.slipstream.estimate.layer_costs import Cost, Phase, head_costs, layer_costs
+from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
+from megatron.slipstream.estimate.saved_tensors import SavedTensor, saved_tensors
+from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
+from megatron.slipstream.plan.trace import OUTPUT_LAYER
+
+HEAD = -1
+"""The layer of a stretch after the last layer."""
+
+
+class Stretch(NamedTuple):
+    """One part's forward, its rerun in backward, or its backward."""
+
+    part: str
+    phase: Phase
+    cost: Cost
+    live_bytes: int
+    """What it adds to the memory in use; negative if it frees."""
+    peak_bytes: int
+    """The most that it uses above what was in use before it."""
+    layer: int = HEAD
+    """Index of its layer in the model."""
+
+    def ms(self, speed: Speed) -> float:
+        """Return its compute time."""
+        return self.cost.ms(speed, self.phase)
+
+
+def forward_pass(shape: ModelShape, chunk: Chunk) -> Iterator[Stretch]:
+    """Yield the forward of one micro-batch through a model chunk."""
+    for layer in chunk.layers:
+        saves_input = layer in shape.checkpoint_starts
+        yield from _at(layer, _layer(shape, layer).forward(saves_input))
+    if chunk.is_last:
+        yield from _Head(shape).forward()
+
+
+def backward_pass(shape: ModelShape, chunk: Chunk) -> Iterator[Stretch]:
+    """Yield its backward, recomputation included."""
+    if chunk.is_last:
+        yield from _Head(shape).backward()
+    first = chunk.layers[-1] + 1 if chunk.layers else 0
+    for layer in reversed(chunk.layers):
+        if layer < first and shape.setting_of(layer) == WHOLE:
+            first = max(start for start in shape.checkpoint_starts if start <= layer)
+            for each in range(first, layer + 1):
+                rerun = _layer(shape, each).whole_rerun(each == first, each == layer)
+                yield from _at(each, rerun)
+        yield from _at(layer, _layer(shape, layer).backward(layer == first))
+
+
+def _at(layer: int, stretches: Iterable[Stretch]) -> Iterator[Stretch]:
+    return (stretch._replace(layer=layer) for stretch in stretches)
+
+
+def _layer(shape: ModelShape, layer: int) -> _Layer:
+    """Return the passes through a layer, which are those of all layers of its kind."""
+    plain = shape.with_setting(NOTHING)
+    return _layer_of_kind(plain, shape.is_moe(layer), shape.setting_of(layer))
+
+
+@lru_cache(maxsize=256)
+def _layer_of_kind(shape: ModelShape, is_moe: bool, setting: LayerSetting) -> _Layer:
+    kinds = [shape.is_moe(layer) for layer in range(shape.num_layers)]
+    return _Layer(shape, kinds.index(is_moe), setting)
+
+
+class Flow(NamedTuple):
+    """What goes through a part, in bytes by name."""
+
+    stream: str
+    """The tensor to which its half of the layer is added."""
+    taken: Mapping[str, int]
+    given: Mapping[str, int]
+    """Empty if it is added to the residual stream."""
+    inside: int = 0
+    """The largest gradients between its operations."""
+
+
+class _Section(NamedTuple):
+    """Parts that backward runs again together."""
+
+    before: str
+    """The part before whose backward they run."""
+    parts: tuple[str, ...]
+    missing: frozenset[str]
+    """What they save again."""
+    output_bytes: int = 0
+    """The second output of a checkpoint."""
+
+
+class _Layer:
+    """The passes through one layer. See [Note: Memory of a pass]."""
+
+    def __init__(self, shape: ModelShape, layer: int, setting: LayerSetting) -> None:
+        self._shape = shape
+        self._layer = layer
+        self._setting = setting
+        self._costs = layer_costs(shape, layer, setting)
+        self._parts = tuple(self._costs)
+        self._full = saved_tensors(shape, layer, NOTHING)
+        self._kept = saved_tensors(shape, layer, setting) if setting != WHOLE else {}
+        self._hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
+        self._flows = _flows(shape, self._full, self._parts)
+
+    def forward(self, saves_input: bool) -> Iterator[Stretch]:
+        """Yield its forward.
+
+        Args:
+            saves_input: Whether a checkpoint starts here, if the whole layer is recomputed.
+        """
+        live: set[str] = set()
+        for place, part in enumerate(self._parts):
+            added = self._enter(live, self._kept.get(part, ()))
+            if place == 0 and saves_input and self._setting == WHOLE:
+                added = self._hidden
+                live.add("layer_input")
+            yield Stretch(
+                part, "forward", self._costs[part], added, added + self._beside(part, live)
+            )
+
+    def backward(self, ends_checkpoint: bool) -> Iterator[Stretch]:
+        """Yield its backward, with the parts that run again, except for a whole layer.
+
+        Args:
+            ends_checkpoint: Whether no earlier layer is in its checkpoint, if the whole layer is
+                recomputed.
+        """
+        saved = self._full if self._setting == WHOLE else self._kept
+        live = {tensor.name for tensors in saved.values() for tensor in tensors}
+        ends = {section.parts[0]: section.output_bytes for section in self._sections}
+        if self._setting == WHOLE and ends_checkpoint:
+            # Its output, and its input if no part saves that.
+            ends = {self._parts[0]: self._hidden * (1 + ("layer_input" not in self._bytes))}
+        for part in reversed(self._parts):
+            for section in self._sections:
+                if section.before == part:
+                    yield from self._rerun(section, live)
+            freed = sum(self._bytes[name] for name in self._owned.get(part, ()) if name in live)
+            freed += ends.get(part, 0)
+            flow = self._flows[part]
+            gradients = sum(flow.taken.values()) + sum(flow.given.values()) + flow.inside
+            peak = self._hidden + gradients
+            yield Stretch(part, "backward", self._costs[part], -freed, peak)
+
+    def whole_rerun(self, has_input: bool, is_last: bool) -> Iterator[Stretch]:
+        """Yield the rerun of the whole layer.
+
+        Args:
+            has_input: Whether forward saved its input.
+            is_last: Whether it is the last layer of its checkpoint.
+        """
+        output = self._hidden if is_last else 0
+        missing = frozenset(self._bytes)
+        section = _Section(self._parts[-1], self._parts, missing, output)
+        yield from self._rerun(section, {"layer_input"} if has_input else set())
+
+    def _rerun(self, section: _Section, live: set[str]) -> Iterator[Stretch]:
+        for part in section.parts:
+            is_last = part == section.parts[-1]
+            of_part = self._full.get(part, ())
+            tensors = [tensor for tensor in of_part if tensor.name in section.missing]
+            added = self._enter(live, tensors)
+            if is_last:  # Some are saved by parts after those that run again.
+                left = section.missing - live
+                added += sum(self._bytes[name] for name in left) + section.output_bytes
+                live |= left
+            peak = added + self._beside(part, live) + self._hidden
+            yield Stretch(part, "rerun", self._costs[part], added, peak)
+
+    def _enter(self, live: set[str], tensors: Iterable[SavedTensor]) -> int:
+        """Add tensors to those that are live, and return the bytes of the new ones."""
+        fresh = {tensor.name: tensor.nbytes for tensor in tensors if tensor.name not in live}
+        live.update(fresh)
+        return sum(fresh.values())
+
+    def _beside(self, part: str, live: set[str]) -> int:
+        """Return the bytes that a part's forward takes beside saved tensors."""
+        flow = self._flows[part]
+        names = {flow.stream: self._hidden, **flow.taken, **flow.given}
+        added = 0 if flow.given else self._hidden
+        return added + sum(size for name, size in names.items() if name not in live)
+
+    @cached_property
+    def _bytes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for saved in (self._full, self._kept):
+            for tensors in saved.values():
+                found |= {tensor.name: tensor.nbytes for tensor in tensors}
+        return found
+
+    @cached_property
+    def _owned(self) -> dict[str, list[str]]:
+        """The tensors that each part is the first to save."""
+        owner: dict[str, str] = {}
+        for part in self._parts:
+            for tensor in (*self._kept.get(part, ()), *self._full.get(part, ())):
+                owner.setdefault(tensor.name, part)
+        found: dict[str, list[str]] = {}
+        for name, part in owner.items():
+            found.setdefault(part, []).append(name)
+        return found
+
+    @cached_property
+    def _sections(self) -> list[_Section]:
+        """The parts that run again for each module of the setting, the outermost first."""
+        if self._setting == WHOLE:
+            return []
+        found: list[_Section] = []
+        kept = {tensor.name for tensors in self._kept.values() for tensor in tensors}
+        done: set[str] = set()
+        for module in _OUTERMOST_FIRST:
+            if module not in self._setting:
+                continue
+            alone = saved_tensors(self._shape, self._layer, frozenset({module}))
+            left = {tensor.name for tensors in alone.values() for tensor in tensors}
+            costs = layer_costs(self._shape, self._layer, frozenset({module}))
+            parts = [part for part in costs if costs[part].rerun_share and part not in done]
+            done.update(parts)
+            missing = frozenset(self._bytes) - left - kept
+            # The two norms are one module, but run again at different times.
+            for each in [[part] for part in parts] if module == "layernorm" else [parts]:
+                if each:
+                    found.append(self._section(module, tuple(each), missing))
+        return found
+
+    def _section(self, module: str, parts: tuple[str, ...], missing: frozenset[str]) -> _Section:
+        before, output = _BEFORE.get(module, parts[-1]), 0
+        if module in _CHECKPOINTS:
+            output = sum(self._flows[parts[-1]].given.values()) or self._hidden
+        if module == "layernorm":
+            name = {"attn_norm": "normed_input", "mlp_norm": "normed_attended"}[parts[0]]
+            before = "attn_proj" if parts[0] == "attn_norm" else self._parts[-2]
+            missing &= {name}
+        return _Section(before, parts, missing, output)
+
+
+_OUTERMOST_FIRST = (
+    *("moe", "mlp", "layernorm", "shared_experts", "moe_act", "mla_up_proj", "core_attn"),
+)
+"""Modules in an order in which what one runs again does not run again for a later one."""
+
+_BEFORE = {"moe_act": "expert_fc2", "mla_up_proj": "core_attn"}
+"""The part before whose backward a module runs again, if it is not the module's last."""
+
+_CHECKPOINTS = frozenset({"moe", "mlp", "shared_experts", "core_attn"})
+"""Modules that run again in a checkpoint; others fill the output of their forward."""
+
+
+def _flows(
+    shape: ModelShape, full: Mapping[str, tuple[SavedTensor, ...]], parts: Iterable[str]
+) -> dict[str, Flow]:
+    """Return what goes through the parts of a layer."""
+    hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
+    attention = {tensor.name: tensor.nbytes for tensor in full["core_attn"]}
+    qkv = {name: attention[name] for name in ("query", "key", "value")}
+    (output,) = full["attn_proj"]
+    scores = sum(attention.values()) if shape.attention_backend in ("unfused", "local") else 0
+    normed, normed_mlp = {"normed_input": hidden}, {"normed_attended": hidden}
+    attended = {output.name: output.nbytes}
+    found = {
+        "attn_norm": Flow("layer_input", {"layer_input": hidden}, normed),
+        "qkv_linear": Flow("layer_input", normed, qkv),
+        "rotary": Flow("layer_input", qkv, qkv),
+        "core_attn": Flow("layer_input", qkv, attended, scores),
+        "attn_proj": Flow("layer_input", attended, {}),
+        "attn_residual": Flow("layer_input", {}, {"attended": hidden}),
+        "mlp_norm": Flow("attended", {"attended": hidden}, normed_mlp),
+        "mlp_residual": Flow("attended", {}, {"layer_output": hidden}),
+    }
+    if "router" not in parts:
+        width = shape.ffn_hidden_size // shape.parallelism.tp
+        return found | _projection_flows(shape, "mlp", normed_mlp, (shape.tokens, width), {})
+    experts = shape.experts
+    assert experts is not None
+    rows, width = shape.expert_tokens, experts.ffn_hidden_size // shape.parallelism.etp
+    sent = rows * shape.hidden_size * shape.element_bytes
+    taken, given = {"expert_input": sent}, {"expert_output": sent}
+    if experts.shared_ffn_hidden_size:
+        width_of_shared = experts.shared_ffn_hidden_size // shape.parallelism.tp
+        size = (shape.tokens, width_of_shared)
+        activation = _projection_flows(shape, "shared", normed_mlp, size, {})["shared_act"]
+        inside = sum(activation.taken.values()) + sum(activation.given.values())
+        found["shared_experts"] = Flow("attended", normed_mlp, {}, inside)
+    of_experts = _projection_flows(shape, "expert", taken, (rows, width), given)
+    return found | {
+        "router": Flow("attended", normed_mlp, taken),
+        "expert_fc1": of_experts["expert_fc1"],
+        "moe_act": of_experts["expert_act"],
+        "expert_fc2": of_experts["expert_fc2"],
+        "combine": Flow("attended", given, {}),
+    }
+
+
+def _projection_flows(
+    shape: ModelShape,
+    prefix: str,
+    taken: Mapping[str, int],
+    size: tuple[int, int],
+    given: Mapping[str, int],
+) -> dict[str, Flow]:
+    """Return what goes through two linear layers and the activation function between them."""
+    numel = size[0] * size[1] * shape.element_bytes
+    projected = {f"{prefix}_projected": numel * (2 if shape.gated_linear_unit else 1)}
+    activated = {f"{prefix}_activated": numel}
+    return {
+        f"{prefix}_fc1": Flow("attended", taken, projected),
+        f"{prefix}_act": Flow("attended", projected, activated),
+        f"{prefix}_fc2": Flow("attended", activated, given),
+    }
+
+
+class _Head:
+    """The final norm, the output layer and the loss.
+
+    With Transformer Engine's cross entropy, the loss saves the gradient of the logits beside them;
+    megatron-core's own saves probabilities in float32, and its fused one computes with a second
+    copy of these.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        self._costs = head_costs(shape)
+        self._hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
+        numel = shape.tokens * shape.vocab_size // shape.parallelism.tp
+        self._logits = numel * shape.element_bytes
+        is_te = shape.cross_entropy == "te"
+        self._saved = self._logits if is_te else 4 * numel
+        # Float32 logits are overwritten.
+        self._loss_peak = self._saved if is_te or shape.element_bytes < 4 else 0
+        self._gradient_peak = 0 if is_te or shape.element_bytes == 4 else self._logits
+        if shape.cross_entropy == "native":
+            self._loss_peak += self._saved
+
+    def forward(self) -> Iterator[Stretch]:
+        """Yield its forward."""
+        yield self._stretch("final_norm", "forward", 2 * self._hidden, 2 * self._hidden)
+        yield self._stretch(OUTPUT_LAYER, "forward", self._logits, self._logits)
+        yield self._stretch("loss", "forward", self._saved - self._logits, self._loss_peak)
+
+    def backward(self) -> Iterator[Stretch]:
+        """Yield its backward."""
+        to_gradient = self._logits - self._saved
+        yield self._stretch("loss", "backward", to_gradient, self._gradient_peak)
+        yield self._stretch(OUTPUT_LAYER, "backward", -self._logits, self._hidden)
+        yield self._stretch("final_norm", "backward", -2 * self._hidden, 2 * self._hidden)
+
+    def _stretch(self, part: str, phase: Phase, live_bytes: int, peak_bytes: int) -> Stretch:
+        return Stretch(part, phase, self._costs[part], live_bytes, peak_bytes)
