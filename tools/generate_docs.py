@@ -23,7 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # installed or not
 
-from megatron.slipstream import model_rules  # noqa: E402
+from megatron.slipstream import model_rules, module_rules  # noqa: E402
 from megatron.slipstream.patches import table as patch_table  # noqa: E402
 from megatron.slipstream.patches.patching import Patch  # noqa: E402
 from megatron.slipstream.rules import Rule  # noqa: E402
@@ -229,10 +229,18 @@ WITH_A_NORM = {
 """Models in which these norms are modules; in others they are part of the next linear layer."""
 
 
+WITH_OWN_MODULES = {
+    **dict.fromkeys(module_rules.OF_DENSE_MLP, "with dense layers"),
+    **dict.fromkeys(module_rules.OF_LATENT_ATTENTION, "with MLA"),
+    "shared_experts": "with shared experts",
+    "expert_fc2": "with experts",
+}
+
+
 def models_with(module: str) -> str:
     if module in model_rules.MOE_MODULE_NAMES:
         return "with experts"
-    return WITH_A_NORM.get(module, "all")
+    return {**WITH_A_NORM, **WITH_OWN_MODULES}.get(module, "all")
 
 
 def modes() -> list[str]:
@@ -289,6 +297,10 @@ def options_page() -> str:
                 for name, text in model_rules.MODULE_NAMES.items()
             ),
         ),
+        "",
+        f"`{'`, `'.join(module_rules.OWN_MODULES)}` are Slipstream's own: Megatron-Core does not "
+        "mark them, and its engine does not move them. Where a script builds a "
+        "`TransformerConfig` itself, it calls `install()` before that.",
         "",
         *(line for group in option_groups() for line in own_options(group)),
         *modes(),

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from megatron.slipstream.module_rules import OWN_MODULES, check_own_modules
 from megatron.slipstream.rules import Finding, Predicate, Rule, check_rules, option_rule
 
 MODULE_NAMES: Mapping[str, str] = {
@@ -21,8 +22,10 @@ MODULE_NAMES: Mapping[str, str] = {
     "moe_act": "activation function of the experts (saves the first GEMM's output)",
     "fused_group_mlp": "the experts' fused grouped MLP (Transformer Engine operation fuser; from "
     "megatron-core 0.19 on)",
+    **OWN_MODULES,
 }
-"""Module names that megatron-core 0.19.2 marks, with the tensors saved for backward."""
+"""Names for ``offload_modules`` with the tensors saved for backward: modules that megatron-core
+0.19.2 marks, and our own."""
 
 MOE_MODULE_NAMES = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 
@@ -277,7 +280,7 @@ MODEL_RULES: tuple[Rule, ...] = (
 _UNKNOWN_MODULE = Rule(
     "offload_modules",
     "error",
-    "offload_modules contains {name!r}, which is not a module megatron-core marks",
+    "offload_modules contains {name!r}, which is not a module that can move",
     "{hint}Known modules: " + ", ".join(MODULE_NAMES),
 )
 
@@ -304,6 +307,8 @@ def check_model_options(facts: Any) -> list[Finding]:
             or a ``TransformerConfig``.
     """
     unknown = check_module_names(facts.offload_modules or ()) if _offloading(facts) else []
+    if _offloading(facts):
+        unknown += check_own_modules(facts)
     return unknown + check_rules(MODEL_RULES, facts)
 
 

@@ -18,11 +18,11 @@ from typing import Any, Optional
 import pytest
 from gated_delta_net import OPTIONS, gated_delta_net
 from gpu_models import DENSE, MIN_NUMEL, MLA, MOE, PLAN_TOLERANCE
+from model_case import SHARED_EXPERTS
 from ranks import run_ranks
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, Comparison, ModelCase, compare
 
 IS_WHOLE = os.environ.get("SLIPSTREAM_WHOLE_MATRIX") == "1"
-SHARED_EXPERTS = {"moe_shared_expert_intermediate_size": 64}
 
 RECOMPUTED = {
     "dense": ("core_attn", "layernorm", "mlp"),

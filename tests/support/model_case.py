@@ -9,6 +9,15 @@ from typing import Any, Optional
 
 DENSE_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 MOE_MODULES = (*DENSE_MODULES, "expert_fc1", "moe_act")
+MLP_MODULES = ("mlp_fc1", "mlp_act", "mlp_fc2")
+OWN_MODULES = {
+    "dense": (*MLP_MODULES, "embedding", "output_layer"),
+    "moe": ("expert_fc2", "shared_experts", "embedding", "output_layer"),
+    "mixed": (*MLP_MODULES, "expert_fc2", "shared_experts", "embedding", "output_layer"),
+    "mla": ("mla_down_proj", "mla_up_proj", *MLP_MODULES, "embedding", "output_layer"),
+}
+"""Modules that Slipstream marks itself, by kind of model."""
+SHARED_EXPERTS = {"moe_shared_expert_intermediate_size": 64}
 
 
 @dataclass(frozen=True)

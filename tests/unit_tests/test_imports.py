@@ -42,7 +42,7 @@ ROOMS = (
 )
 """Left to right: a room may import itself, the rooms to its left, and what is in `SHARED`."""
 
-SHARED = frozenset({"config", "launcher", "model_rules", "rules", "__version__"})
+SHARED = frozenset({"config", "launcher", "model_rules", "module_rules", "rules", "__version__"})
 """Top-level modules that every file may import."""
 
 PREFLIGHT_READERS = frozenset({"preflight", "patches", "integration"})

@@ -15,7 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import CountedModules
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
-from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
+from megatron.slipstream.fine_grained_activation_offload.markers import (
+    CommitMark,
+    at_first_gradient,
+)
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.plan.staying import Staying
 
@@ -154,7 +157,7 @@ class PipelineOffloadManager(OffloadEngine):
         self.begin_pass(vp_stage or 0, policy, pp_rank)
 
     def _prepare_pass(self, policy: PassPolicy) -> None:
-        self._leave_open_regions()
+        self.leave_open_regions()
         self.graphs.close()
         self.graphs.min_numel = policy.min_numel
 
@@ -234,6 +237,12 @@ class PipelineOffloadManager(OffloadEngine):
             mark.on_group_commit_forward(name, given_up)
         return self.store.mark(tensor, partial(mark.on_group_commit_backward, name))
 
+    def end_without_node(self, tensor: torch.Tensor, name: str) -> None:
+        """End a group on one of its outputs, which may be changed in place afterwards."""
+        group = self.commit_group(name)
+        if group is not None:
+            at_first_gradient([tensor], partial(self.use_group, group))
+
     def __enter__(self) -> PipelineOffloadManager:
         """Enter the region of the last started group: tensors saved inside belong to it."""
         if not self.store.enter(self):
@@ -272,8 +281,8 @@ class PipelineOffloadManager(OffloadEngine):
         if flag is not None and group.name not in flag.without:
             flag.set(True)
 
-    def _leave_open_regions(self) -> None:
-        """Leave the regions that an interrupt has left open. No pass begins inside a region."""
+    def leave_open_regions(self) -> None:
+        """Leave the regions that an exception has left open. No pass begins inside a region."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is None and not self._regions:
             return

@@ -29,7 +29,10 @@ from megatron.slipstream.integration.config_file import config_from_environment
 from megatron.slipstream.integration.flag_names import did_you_mean, given_flags
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.model_rules import MODULE_NAMES
+from megatron.slipstream.module_rules import own_modules
 from megatron.slipstream.packed_sequences.options import PackingOptions
+from megatron.slipstream.patches import table
+from megatron.slipstream.patches.table import Feature
 
 logger = logging.getLogger(__name__)
 
@@ -187,6 +190,8 @@ def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
     is_own = args.fine_grained_activation_offloading and args.offload_engine == "slipstream"
     if is_own and args.offload_checkpoint_inputs:
         args.offload_modules = args.offload_modules or ["core_attn"]
+    if is_own and own_modules(args):
+        table.apply(Feature.MODULE_NAMES)
     return args
 
 

@@ -32,7 +32,7 @@ from megatron.slipstream.fine_grained_activation_offload.manager import (
     RegionFlag,
 )
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import compat, model_router
+from megatron.slipstream.integration import compat, model_router, module_groups
 from megatron.slipstream.integration.config_file import config_from_environment, log_settings
 from megatron.slipstream.integration.engine_setup import (
     host_limit,
@@ -59,12 +59,12 @@ from megatron.slipstream.rules import check_rules, warn_once
 logger = logging.getLogger(__name__)
 
 FLAG = "CPUOffloadEnabled"
-WITHOUT_WEIGHTS = frozenset(("core_attn", "moe_act"))
+WITHOUT_WEIGHTS = frozenset(("core_attn", "moe_act", "mlp_act"))
 """Modules in which :data:`FLAG` only makes Transformer Engine set marks that no code reads."""
 
 _FEATURES = (
     *(Feature.ENGINE, Feature.ENGINE_ON_GPU, Feature.PEAK_MEMORY, Feature.CHECKPOINT_INPUTS),
-    *(Feature.MODEL_CALLS, Feature.SYNC_FREE_DISPATCH),
+    *(Feature.MODEL_CALLS, Feature.MODULE_NAMES, Feature.SYNC_FREE_DISPATCH),
 )
 """Features that :func:`uninstall` undoes. The others belong to a model or a training run."""
 
@@ -99,7 +99,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     if isinstance(current, model_router.RoutedManager) and current.config == config:
         return current.router.default
     backend = open_backend(config)
-    features = [Feature.ENGINE, Feature.SYNC_FREE_DISPATCH]
+    features = [Feature.ENGINE, Feature.MODULE_NAMES, Feature.SYNC_FREE_DISPATCH]
     if isinstance(backend, CudaBackend):
         features += [Feature.ENGINE_ON_GPU, Feature.PEAK_MEMORY]
     if config.offload_checkpoint_inputs:
@@ -148,18 +148,20 @@ def _prepare_chunk(
     find_engine: Callable[[], model_router.RoutedManager],
 ) -> list[Callable[[], None]]:
     """Prepare a model chunk before it runs; return functions that undo it."""
+    undo = module_groups.mark_modules(chunk)
     facts = SimpleNamespace(**{**vars(chunk.config), **vars(config)})
     if config.offload_checkpoint_inputs:
         # Not an error: the settings apply to all models, and some may recompute nothing.
         warn_once(check_rules(CHECKPOINT_RULES, facts))
     if not moves_in_layer_graphs(chunk.config):
-        return []
+        return undo
     warn_once(check_options_in_graphs(facts, torch.cuda.is_available()))
     from megatron.slipstream.integration.graph_layers import offload_in_graphs
     from megatron.slipstream.integration.packed_layer_graphs import take_packed_sequences
 
     # Only decoder layers are captured.
-    undo = take_packed_sequences([chunk]) if hasattr(chunk, "decoder") else []
+    if hasattr(chunk, "decoder"):
+        undo += take_packed_sequences([chunk])
     return [*undo, *offload_in_graphs(chunk, find_engine)]
 
 
@@ -225,7 +227,7 @@ def install_at_first_call(
 
     if installed() is None:
         set_before_first_call(install_now)
-        table.apply(Feature.MODEL_CALLS)
+        table.apply(Feature.MODEL_CALLS, Feature.MODULE_NAMES)
 
 
 def uninstall() -> None:

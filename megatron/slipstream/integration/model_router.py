@@ -121,7 +121,6 @@ class _Model:
         self._chunks.append(weakref.ref(chunk))
         if copies_beside_compute:
             self._undo.append(disable_p2p_host_sync(chunk))
-        self._undo += prepare(chunk)
         output_layer = getattr(chunk, "output_layer", None)
         # Engines that alternate on one model, as in benchmarks, share its hooks.
         if (
@@ -132,6 +131,8 @@ class _Model:
                 output_layer.register_forward_pre_hook(_output_begins).remove,
                 output_layer.register_forward_hook(_output_ends).remove,
             ]
+        # Last, so that a group that contains the output layer's product lies inside its marks.
+        self._undo += prepare(chunk)
 
     def remove_hooks(self) -> None:
         """Remove all hooks of the chunks and restore their configurations."""
@@ -275,6 +276,10 @@ class Router:
                     chunk.preprocess_for_fine_grained_offloading()
             self.begins_pass = False
             yield
+        except BaseException:
+            if manager is not None:
+                manager.leave_open_regions()
+            raise
         finally:
             self.begins_pass = began
             self._calls.pop()

@@ -29,6 +29,7 @@ class Feature(enum.Enum):
     PEAK_MEMORY = "`install()`, `attach()` and chunk graphs on a GPU"
     CHECKPOINT_INPUTS = "`install()` with `offload_checkpoint_inputs`"
     MODEL_CALLS = "`install_at_first_call()`"
+    MODULE_NAMES = "`install()`, and flags that name modules which only Slipstream marks"
     FUSED_ROTATION = "`./run train`, chunk graphs and dynamic context parallelism, with any engine"
     SYNC_FREE_DISPATCH = "`install()` and `./run train`, with any engine"
     PADDED_ROUTING = "packed sequences"
@@ -108,6 +109,15 @@ GROUPS = (
             ("fine_grained_offloading_group_offload", "0.19", ""),
             ("fine_grained_offloading_group_commit", "", "0.18"),
         )
+    ),
+)
+
+NAMES = (
+    Patch(
+        f"{_CORE}.transformer.transformer_config.TransformerConfig.__post_init__",
+        _lazy("module_names", "accept_own_modules"),
+        "a model's configuration would refuse modules that only Slipstream marks",
+        parameters=("self",),
     ),
 )
 
@@ -284,6 +294,7 @@ TABLE: dict[Feature, tuple[Patch, ...]] = {
     Feature.PEAK_MEMORY: PEAKS,
     Feature.CHECKPOINT_INPUTS: CHECKPOINTS,
     Feature.MODEL_CALLS: CALLS,
+    Feature.MODULE_NAMES: NAMES,
     Feature.FUSED_ROTATION: ROTATION,
     Feature.SYNC_FREE_DISPATCH: DISPATCH,
     Feature.PADDED_ROUTING: PADDING,

@@ -54,6 +54,9 @@ class PolicyOptions:
 
 Kept = dict[GroupKey, str]
 
+BEFORE_ALL_LAYERS = "embedding"
+"""The module of which a pass has one group, with all layers between its forward and backward."""
+
 BACKWARD_FOLLOWS = "its backward follows before another layer hides the copies"
 NEVER_USED = "backward never asks for it"
 FRACTION = "activation_offload_fraction keeps it"
@@ -86,7 +89,8 @@ def keep_where_backward_follows(trace: Trace, moving: Sequence[GroupKey]) -> Kep
         if step.kind is StepKind.FORWARD_COMMIT:
             last_commit[step.name] = step.key
         elif step.kind is StepKind.BACKWARD_USE:
-            if last_commit.get(step.name) == step.key and step.key in wanted:
+            is_last = last_commit.get(step.name) == step.key and step.name != BEFORE_ALL_LAYERS
+            if is_last and step.key in wanted:
                 kept[step.key] = BACKWARD_FOLLOWS
             last_commit.pop(step.name, None)
     return kept

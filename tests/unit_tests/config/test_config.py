@@ -142,7 +142,12 @@ def test_values_at_the_edge_of_a_rule_are_accepted(changed: dict[str, Any]) -> N
         {"activation_offload_fraction": 1.0},
         {"min_offloaded_tensor_size": 0},
         {"offload_modules": ["core_attn"]},
-        {"offload_modules": sorted(MODULE_NAMES), "num_moe_experts": 8},
+        {
+            "offload_modules": sorted(MODULE_NAMES),
+            "num_moe_experts": 8,
+            "moe_layer_freq": 2,
+            "moe_shared_expert_intermediate_size": 64,
+        },
         {"cuda_graph_impl": "transformer_engine"},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "moe_router"]},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 1},

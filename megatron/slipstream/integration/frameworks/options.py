@@ -27,6 +27,7 @@ from typing import Any, Optional, TypedDict
 from pydantic import TypeAdapter, ValidationError
 
 from megatron.slipstream.model_rules import check_model_options
+from megatron.slipstream.module_rules import own_modules
 from megatron.slipstream.rules import require
 
 logger = logging.getLogger(__name__)
@@ -187,6 +188,10 @@ def revalidate(config: Any) -> None:
     """
     facts = ModelFacts.of(config)
     require(check_model_options(SimpleNamespace(**{**vars(facts), **DEFAULTS, **facts.options})))
+    if own_modules(config):
+        from megatron.slipstream.patches import table
+
+        table.apply(table.Feature.MODULE_NAMES)
     finish = getattr(config, "finalize", None) or config.__post_init__
     try:
         finish()
