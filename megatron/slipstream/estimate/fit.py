@@ -254,12 +254,10 @@ class Estimate:
         if chunk.is_last:
             forward = forward._replace(logits=self._logit_bytes(mix) + 2 * hidden)
             costs = head_costs(shape)
-            head_ms = [self.speed.compute_ms(c.flops, c.traffic_bytes) for c in costs.values()]
+            head_ms = [cost.ms(self.speed, "forward") for cost in costs.values()]
             forward_ms += sum(head_ms)
             for cost, ms in zip(costs.values(), head_ms, strict=True):
-                backward_ms += self.speed.compute_ms(
-                    cost.backward_flops, cost.backward_traffic_bytes
-                )
+                backward_ms += cost.backward_ms(self.speed)
                 backward_ms += ms * mix.tiles_logits
         out_ms, in_ms = self._copies_ms(moved - staying)
         return ChunkUse(held, moved - staying, forward, backward, max(forward_ms, out_ms),

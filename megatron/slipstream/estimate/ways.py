@@ -110,7 +110,7 @@ def layer_use(
         sum(kept.values()) - moved,
         moved,
         _backward_bytes(shape, layer, way, kept) + returned,
-        sum(speed.compute_ms(cost.flops, cost.traffic_bytes) for cost in costs.values()),
+        sum(cost.ms(speed, "forward") for cost in costs.values()),
         _backward_ms(costs, way, speed),
     )
 
@@ -136,9 +136,9 @@ def _backward_ms(costs: Mapping[str, Cost], way: Way, speed: Speed) -> float:
     is_feed_forward = False
     for part, cost in costs.items():
         is_feed_forward = is_feed_forward or part == FEED_FORWARD_FROM
-        total += speed.compute_ms(cost.backward_flops, cost.backward_traffic_bytes)
+        total += cost.backward_ms(speed)
         if is_feed_forward and way.is_tiled and (way.setting == WHOLE or not cost.rerun_share):
-            total += speed.compute_ms(cost.flops, cost.traffic_bytes)
+            total += cost.ms(speed, "forward")
     return total
 
 
