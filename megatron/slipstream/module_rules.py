@@ -38,7 +38,7 @@ def own_modules(facts: Any) -> list[str]:
     Args:
         facts: Has megatron-core's option names.
     """
-    return [name for name in facts.offload_modules or () if name in OWN_MODULES]
+    return [name for name in getattr(facts, "offload_modules", None) or () if name in OWN_MODULES]
 
 
 def _recomputes(*names: str) -> Predicate:
