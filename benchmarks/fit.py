@@ -7,24 +7,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
 
 from benchmarks.case import Case
 from benchmarks.cases import find_case
+from benchmarks.fit_search import NotMeasured, find_longest
 from benchmarks.fit_ways import WAYS, Setup
 from benchmarks.rows import Row, RowWriter, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
-MAX_FACTOR = 8
-"""The most by which a prediction extrapolates."""
+SPIKES = 1 / 20
+"""Share of long sequences among random ones."""
 TINY_GIB = 0.006
 """Memory of the device that a CPU imitates for ``--tiny``."""
 
@@ -46,6 +48,8 @@ examples:
   python -m benchmarks.fit --tiny --output /tmp/tiny.jsonl         try it, without a GPU
   python -m benchmarks.fit --ways off,full --lengths 8k,32k,40k    a part of the table
   python -m benchmarks.fit --ways full --lengths 40k --longest     also search the longest
+  python -m benchmarks.fit --case dense --random-steps 500 --lengths 4k,32k --ways off,budget \
+      --device-gib 30                                              random lengths with spikes
   python -m benchmarks.fit --table FILE                            the table from rows again
 
 Each point prints a line and appends a row to --output; what is there already is not measured
@@ -112,6 +116,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--longest", action="store_true", help="also search the longest that fits")
     add("--unit", type=parse_tokens, default=8192, metavar="N", help="its step (default: 8k)")
     add("--start", type=parse_tokens, metavar="N", help="its first guess (default: predicted)")
+    add("--random-steps", type=int, metavar="N", help="instead of that, train for N steps on "
+        "random lengths and compare all bits with 'off' without --device-gib; most lengths are "
+        "up to the first of --lengths, one in twenty up to the last")  # fmt: skip
     add("--recompute-modules", default="", metavar="A,B", help="(default: mlp,layernorm)")
     add("--modules", default="", metavar="A,B", help="offload_modules (default: all of the case)")
     add("--optimizer", choices=("none", "device", "host"), default="none", help="Adam; in host "
@@ -149,10 +156,17 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 class Worker:
-    """The process that measures points of one way; started again after a point that died."""
+    """The process that measures points of one way; started again after a point that died.
 
-    def __init__(self, setup: Setup, kill_seconds: float) -> None:
+    Args:
+        setup: The way.
+        kill_seconds: The process is ended where a point takes longer.
+        is_deterministic: Whether kernels must be deterministic.
+    """
+
+    def __init__(self, setup: Setup, kill_seconds: float, is_deterministic: bool = False) -> None:
         self._setup, self._kill_seconds = setup, kill_seconds
+        self._is_deterministic = is_deterministic
         self._process: Optional[subprocess.Popen[str]] = None
 
     def measure(self, point: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,6 +201,8 @@ class Worker:
         # Make this package importable from any folder.
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {"NVTE_CPU_OFFLOAD_V1": "1", **os.environ, "PYTHONPATH": path}
+        if self._is_deterministic:
+            environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         command = [
             sys.executable,
             "-m",
@@ -231,7 +247,7 @@ class WayRun:
     ) -> None:
         self._setup, self._options, self._writer = setup, options, writer
         self._rows, self._deadline_s = rows, deadline_s
-        self._worker = Worker(setup, options.kill_seconds)
+        self._worker = Worker(setup, options.kill_seconds, is_deterministic=True)
 
     def run(self) -> None:
         """Measure the lengths of the table until one dies, then search the longest."""
@@ -299,54 +315,42 @@ class WayRun:
         return fields
 
 
-class NotMeasured(Exception):
-    """A point failed for another reason than memory."""
+def random_lengths(number: int, usual: int, highest: int) -> list[int]:
+    """Return random lengths: the upper half up to ``usual``, and one in twenty to ``highest``."""
+    draw = random.Random(0)
+    unit = max(1, min(128, usual // 8))
+    tops = [highest if draw.random() < SPIKES else usual for _ in range(number)]
+    return [draw.randint(top // unit // 2, top // unit) * unit for top in tops]
 
 
-def find_longest(
-    measure: Callable[[int], Row], known: Mapping[int, Row], unit: int, start: Optional[int] = None
-) -> tuple[int, int]:
-    """Return the longest multiple of ``unit`` tokens that fits, and the next, which dies.
+def compare_random(
+    setups: Sequence[Setup], options: argparse.Namespace, writer: RowWriter
+) -> Iterator[str]:
+    """Train each way on the same random lengths; yield a line for each.
 
-    Args:
-        measure: Returns the row of a number of tokens.
-        known: Rows by tokens; ``measure`` may add to them.
-        unit: Tokens.
-        start: The first guess; None to predict it.
-
-    Raises:
-        NotMeasured: A point failed for another reason than memory.
+    The first is 'off' without a limit of the device, with which all steps are compared.
     """
-    rows = dict(known)
-    for number in range(100):
-        low = max((n for n, row in rows.items() if "error" not in row), default=0)
-        high = min((n for n, row in rows.items() if "error" in row), default=None)
-        first = low // unit + 1
-        if high is not None and first * unit >= high:
-            return low // unit * unit, high
-        last = -(-high // unit) - 1 if high is not None else None
-        guess = start // unit if start and not number else predict_longest(rows) // unit
-        if last is not None:
-            # Predictions fail where the curve bends; halving ends.
-            guess = (first + last) // 2 if number > 2 else min(guess, last)
-        tokens = max(guess, first) * unit
-        rows[tokens] = measure(tokens)
-        if "error" in rows[tokens] and not rows[tokens]["dies"]:
-            raise NotMeasured(f"{tokens} tokens: {rows[tokens]['error']}")
-    raise NotMeasured("100 lengths were not enough")
-
-
-def predict_longest(rows: Mapping[int, Row]) -> int:
-    """Return the tokens at which reserved memory reaches the device's, by a line; 0 if unknown."""
-    fits = sorted(tokens for tokens, row in rows.items() if "error" not in row)
-    if not fits:
-        return 0
-    row = rows[fits[-1]]
-    per_token = (row["reserved_bytes"] - row["resident_bytes"]) / fits[-1]
-    if per_token <= 0:
-        return 0
-    predicted = int((row["device_bytes"] - row["resident_bytes"]) / per_token)
-    return min(predicted, MAX_FACTOR * fits[-1])
+    lengths = random_lengths(options.random_steps, options.lengths[0], options.lengths[-1])
+    roomy = replace(setups[0], way="off", device_gib=None)
+    expected: list[str] = []
+    for setup in (roomy, *setups):
+        worker = Worker(setup, options.kill_seconds, is_deterministic=True)
+        fields = worker.measure({"steps": lengths, "seconds": options.point_seconds})
+        worker.close()
+        fields.pop("machine", None)
+        steps = fields.get("steps", [])
+        expected = expected or steps
+        equal = [a == b for a, b in zip(steps, expected, strict=False)]
+        fields |= {"num_steps": len(steps), "num_equal": sum(equal), "lengths": lengths}
+        writer.write("random", **setup.identity(), **fields)
+        name = f"{setup.way}, {setup.device_gib or 'all'} GiB"
+        if "error" in fields:
+            yield f"{name}: {'dies' if fields['dies'] else 'fails'}: {fields['error']}"
+            continue
+        yield (
+            f"{name}: {len(steps)} steps of {min(lengths)} to {max(lengths)} tokens, {sum(equal)} "
+            f"of {len(equal)} bit-equal, reserved {fields['reserved_bytes'] / GIB:.2f} GiB"
+        )
 
 
 def _line(way: str, tokens: int, row: Row) -> str:
@@ -366,11 +370,18 @@ def _run(options: argparse.Namespace) -> int:
     if options.tiny:
         options.case, options.lengths, options.unit = "smoke", [32, 64], 32
         options.device_gib = TINY_GIB
+        # A CPU computes norms in several operations; recomputed, their gradients add up otherwise.
+        options.recompute_modules = options.recompute_modules or "mlp"
     case = find_case(options.case)
     setups = [_setup(options, case, way) for way in options.ways.split(",")]
     options.output.parent.mkdir(parents=True, exist_ok=True)
     rows = read_rows(options.output) if options.output.exists() else []
     writer = RowWriter(options.output, time.strftime("%Y-%m-%dT%H:%M:%S"))
+    if options.random_steps:
+        for line in compare_random(setups, options, writer):
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+        return 0
     deadline_s = time.monotonic() + options.seconds
     try:
         for setup in setups:

@@ -55,7 +55,9 @@ def work(setup: Setup) -> int:
         try:
             machine = {} if model else {"machine": machine_facts()}
             model = model or FitModel(setup)
-            fields = machine | model.measure(json.loads(line))
+            point = json.loads(line)
+            fields = model.train(point) if "steps" in point else model.measure(point)
+            fields = machine | fields
         except BaseException as error:
             fields = {"error": describe(error), "dies": is_out_of_memory(error)}
         answers.write(json.dumps(fields) + "\n")
@@ -156,6 +158,50 @@ class FitModel:
             "highest_bytes": highest_bytes,
             "device_bytes": self._device_bytes,
         }
+
+    def train(self, point: Mapping[str, Any]) -> dict[str, Any]:
+        """Train on sequences of random lengths, with plain gradient descent.
+
+        Args:
+            point: ``steps``, the tokens of each; ``seconds`` after which none begins.
+
+        Returns:
+            ``steps``: of each step, the loss, exactly, and a checksum of all gradients' bits.
+        """
+        end_s = time.monotonic() + point["seconds"]
+        steps: list[str] = []
+        with self._engine() as manager, metered_backend(manager) as backend:
+            backend.begin_peak()
+            for number, tokens in enumerate(point["steps"]):
+                if time.monotonic() > end_s:
+                    break
+                self._case = dataclasses.replace(self._case, seq_length=tokens)
+                try:
+                    (loss,) = self._run(list(micro_batches(self._case, number, 1)))
+                except Exception as error:
+                    error.add_note(f"step {number}, {tokens} tokens")
+                    raise
+                steps.append(f"{float(loss).hex()} {self._descend():x}")
+            highest_bytes = backend.peak_bytes()
+            fields = allocator_fields(highest_bytes, self._device_bytes)
+        return fields | {"steps": steps, "highest_bytes": highest_bytes}
+
+    @torch.no_grad()
+    def _descend(self) -> int:
+        """Move parameters against their gradients and zero these; return a checksum of their bits.
+
+        The sum of bits as integers does not depend on the order of additions.
+        """
+        total = torch.zeros((), dtype=torch.int64, device="cuda" if use_gpu() else "cpu")
+        for number, parameter in enumerate(self._chunks[0].parameters(), 1):
+            assert parameter.grad is not None
+            bits = parameter.grad.view(
+                {2: torch.int16, 4: torch.int32}[parameter.grad.element_size()]
+            )
+            total += number * bits.sum(dtype=torch.int64)
+            parameter.add_(parameter.grad, alpha=-1e-3)
+            parameter.grad.zero_()
+        return int(total) % 2**64
 
     @contextlib.contextmanager
     def _engine(self) -> Iterator[Any]:

@@ -14,6 +14,8 @@ import torch
 from forked import run_module
 
 from benchmarks import fit
+from benchmarks.fit_search import NotMeasured, find_longest
+from benchmarks.fit_ways import Setup
 from benchmarks.rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,15 +59,15 @@ def test_the_longest_is_found_in_few_tries(
     measure, tried = measured(bytes_of)
     rows = {tokens: measure(tokens) for tokens in known}
     tried.clear()
-    found, dies_at = fit.find_longest(measure, rows, unit, start)
+    found, dies_at = find_longest(measure, rows, unit, start)
     assert found == longest
     assert found < dies_at <= found + unit
     assert len(set(tried)) == len(tried) <= most + 3
 
 
 def test_nothing_is_called_the_longest_where_a_point_failed_otherwise() -> None:
-    with pytest.raises(fit.NotMeasured, match="8 tokens: no such option"):
-        fit.find_longest(lambda _: {"error": "no such option", "dies": False}, {}, 8)
+    with pytest.raises(NotMeasured, match="8 tokens: no such option"):
+        find_longest(lambda _: {"error": "no such option", "dies": False}, {}, 8)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its device is imitated by a CPU")
@@ -82,6 +84,9 @@ def test_points_are_measured_until_one_dies_and_not_again(tmp_path: Path) -> Non
     )
     worker = fit.Worker(setup, kill_seconds=100)
     point = {"iterations": 2, "warmups": 1, "max_planning": 20, "seconds": 100}
+    trained = worker.measure({"steps": [16, 8, 16], "seconds": 100})
+    assert len(set(trained["steps"])) == 3
+    assert 0 < trained["highest_bytes"] <= trained["reserved_bytes"]
     good, bad = (worker.measure({"tokens": tokens, **point}) for tokens in (16, 64))
     assert good["is_settled"]
     assert good["moved_bytes"] > 0
@@ -97,3 +102,37 @@ def test_points_are_measured_until_one_dies_and_not_again(tmp_path: Path) -> Non
     assert set(fit.points_of(read_rows(rows), setup)) == {16, 64}
     assert fit.table(read_rows(rows)).count("| dies |") == 1
     worker.close()
+
+
+class FakeWorker:
+    """Trains as told: with the budget the third step differs, 'off' dies with a limit."""
+
+    def __init__(self, setup: Setup, kill_seconds: float, is_deterministic: bool) -> None:
+        assert is_deterministic
+        self._setup = setup
+
+    def measure(self, point: Any) -> dict[str, Any]:
+        assert len(point["steps"]) == 40
+        if self._setup.way == "off" and self._setup.device_gib is not None:
+            return {"error": "no memory", "dies": True}
+        steps = ["a", "b", "c" if self._setup.way == "off" else "d"]
+        return {"steps": steps, "reserved_bytes": fit.GIB, "machine": {}}
+
+    def close(self) -> None: ...
+
+
+def test_random_lengths_are_compared_with_a_run_that_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fit, "Worker", FakeWorker)
+    rows = tmp_path / "rows.jsonl"
+    arguments = "--case dense --random-steps 40 --lengths 4k,32k --ways off,budget --device-gib 9"
+    assert fit.main([*arguments.split(), "--output", str(rows)]) == 0
+    off, limited, budget = capsys.readouterr().out.splitlines()
+    assert "3 of 3 bit-equal" in off
+    assert limited == "off, 9.0 GiB: dies: no memory"
+    assert "2 of 3 bit-equal" in budget
+    lengths = read_rows(rows)[0]["lengths"]
+    assert len(lengths) == 40
+    assert max(lengths) > 16384
+    assert sorted(lengths)[30] <= 4096
