@@ -25,7 +25,7 @@ from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_plan, load_trace, save_trace
 from megatron.slipstream.plan.operations import device_bytes
-from megatron.slipstream.plan.render import render_plan
+from megatron.slipstream.plan.render import render_plan, summarize
 from megatron.slipstream.plan.trace import Bandwidth, MemoryReading
 from megatron.slipstream.plan.walk import simulate
 from megatron.slipstream.report_page.findings import next_step
@@ -162,9 +162,12 @@ def trace_file(tmp_path: Path) -> Path:
 def test_plan_shows_the_grid_and_what_it_would_cost(
     trace_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert show("plan", trace_file) == 0
-    shown = capsys.readouterr()
     plan = build_plan(load_trace(trace_file), PolicyOptions())
+    assert show("plan", trace_file) == 0
+    assert render_plan(plan) not in capsys.readouterr().out
+    assert show("plan", trace_file, "--details") == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"{summarize(plan)}\n")
     assert render_plan(plan) in shown.out
     assert simulate(plan).render() in shown.out
     assert "Proved safe" in shown.out

@@ -53,7 +53,7 @@ def row_of(output: str, first: str) -> list[str]:
 
 
 def test_a_layer_is_shown_part_by_part(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert show("--hf-config", small, "--seq-length", 8192) == 0
+    assert show("--hf-config", small, "--seq-length", "8k", "--details") == 0
     read = capsys.readouterr()
     shown = read.out
     assert read.err == ""
@@ -72,7 +72,8 @@ def test_a_layer_is_shown_part_by_part(small: Path, capsys: pytest.CaptureFixtur
 
 
 def test_what_does_not_hide_is_said(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert show("--hf-config", small, "--seq-length", 2048, "--gb-per-s", 8) == 0
+    arguments = ("--seq-length", 2048, "--gb-per-s", 8, "--details")
+    assert show("--hf-config", small, *arguments) == 0
     assert "of it hides behind the layer itself" in capsys.readouterr().out
 
 
@@ -107,7 +108,8 @@ def test_gpus_and_host_memory_are_counted(
     assert show("--hf-config", small, "--seq-length", 8192, *arguments) == 0
     shown = capsys.readouterr().out
     plural = "s" if num_gpus > 1 else ""
-    assert shown.startswith(f"config.json (llama) on {num_gpus} GPU{plural}: 4 layers")
+    assert shown.startswith("config.json (llama): the highest peak falls from ")
+    assert f"config.json (llama) on {num_gpus} GPU{plural}: 4 layers" in shown
     line = re.search(r"^host memory: (.+) per rank at most, (.+) per node of (\d+) rank", shown,
                      re.MULTILINE)  # fmt: skip
     assert line
@@ -226,7 +228,7 @@ def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
     options = ("--ep", 64, "--offload-modules", "expert_fc1", "--rank", 0)
     assert show("--hf-config", EXAMPLES / "deepseek_v3.json", *arguments, *options) == 0
     shown = capsys.readouterr().out
-    assert "Pipeline rank 0 has no layer with one of --offload-modules; the table above" in shown
+    assert "Pipeline rank 0 has no layer with one of --offload-modules; --details" in shown
     assert row_of(shown, "0")[:3] == ["0", "0-2", "2"]
 
 
@@ -238,13 +240,13 @@ def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
         (["--args-file", "a", "--", "--x"], "flags after -- and --args-file is given"),
         (["--args-file", "nofile"], "--args-file=nofile does not exist; give a file of megatron's"),
         (["--args-file", "."], "--args-file=. is a folder; give a file of megatron's flags"),
-        (["--hf-config", "."], "--hf-config=. is a folder; give the config.json of a model"),
+        (["--hf-config", "."], "--hf-config=config.json does not exist; give the config.json of a"),
         (
             ["--hf-config", f"{LLAMA}/x"],
             f"--hf-config={LLAMA}/x is not in a folder: a part of its path is a file; give",
         ),
         (["t.json", "--gpu", "h200"], "--gpu is not supported with a trace"),
-        (["t.json", "--seq-length", "8"], "--seq-length is not supported with a trace"),
+        (["t.json", "--tp", "8"], "--tp is not supported with a trace"),
         (
             ["--tp", "2", "--", "--num-layers", "2"],
             "--tp is not supported with flags after -- because that has its own; leave --tp out",
@@ -258,7 +260,7 @@ def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
         (["--hf-config", LLAMA, "--seq-length", "8", "--gpu", "x"], "--gpu=x is not in the table"),
         (
             ["--hf-config", LLAMA, "--seq-length", "8", "--offload-modules", "core_atn"],
-            "contains 'core_atn', which is not a module megatron-core marks; did you mean 'core_at",
+            "contains 'core_atn', which is not a module that can move; did you mean 'core_at",
         ),
         (
             ["--hf-config", LLAMA, "--seq-length", "8", "--offload-modules", "attn_proj"],

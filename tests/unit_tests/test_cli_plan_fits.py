@@ -69,7 +69,8 @@ def test_details_say_what_fills_the_device(capsys: pytest.CaptureFixture[str]) -
 
 def test_tools_read_the_answer(tmp_path: Path) -> None:
     path = tmp_path / "fits.json"
-    assert show("--hf-config", LLAMA, "--longest-sequence", *H100, "--json", path) == 0
+    (tmp_path / "config.json").write_bytes(LLAMA.read_bytes())
+    assert show("--hf-config", tmp_path, "--longest-sequence", *H100, "--json", path) == 0
     found = json.loads(path.read_text())
     assert found["schema"] == "slipstream-fits"
     off = found["fits"][0]

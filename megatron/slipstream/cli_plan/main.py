@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 GRID_ROWS = 16
 """Grid rows for a model that has not run: enough to show two layers."""
 
+DETAILS_HINT = "--details shows every group, and for a model the bytes of its layers"
+
 TARGET_NOT_MET = 3
 """Exit status if no plan meets --target-memory; the shown plan has the lowest peak."""
 
@@ -142,7 +144,7 @@ def _show_trace(path: Path, options: argparse.Namespace) -> int:
     policy = _policy_options(options, PolicyOptions())
     with _progress("planning"):
         plan, simulation = _plan(trace, policy, bool(options.timeline or options.frontier))
-    _show(plan, simulation, 64)
+    _show(plan, simulation, 64 if options.details else 0)
     sys.stdout.writelines(f"{note}\n" for note in notes)
     _write(plan, simulation, policy, options)
     return _status(plan)
@@ -194,18 +196,23 @@ def _plan(
     return plan, simulate(plan) if trace.step_ms or needs_times else None
 
 
-def _show(plan: Plan, simulation: Optional[Simulation], max_rows: int) -> None:
+def _show(plan: Plan, simulation: Optional[Simulation], num_rows: int) -> None:
+    """Show what a plan does and what it costs; then the rows of groups that were asked for."""
     from megatron.slipstream.plan.check import check_plan
-    from megatron.slipstream.plan.render import render_plan
+    from megatron.slipstream.plan.render import render_plan, summarize
 
     with _progress("proving the plan safe"):
         facts = check_plan(plan)
-    sys.stdout.write(render_plan(plan, max_rows=max_rows) + "\n")
-    sys.stdout.write(f"Proved safe at any speed of the copies: {facts.num_operations} operations\n")
+    sys.stdout.write(f"{summarize(plan)}\n")
     if simulation is None:
         sys.stdout.write("The trace has no times, so the step time is not predicted.\n")
     else:
         sys.stdout.write(f"\nPredicted\n{simulation.render()}\n")
+    sys.stdout.write(f"Proved safe at any speed of the copies: {facts.num_operations} operations\n")
+    if num_rows:
+        sys.stdout.write(f"\n{render_plan(plan, max_rows=num_rows)}\n")
+    else:
+        sys.stdout.write(f"{DETAILS_HINT}\n")
 
 
 def _write(
@@ -295,7 +302,13 @@ def _frontier(trace: Trace, policy: PolicyOptions, suffix: str) -> bytes:
 def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
     from megatron.slipstream.cli_plan.fits import prepare_search, show_fits
     from megatron.slipstream.cli_plan.models import configured_by, speed_for
-    from megatron.slipstream.estimate.shape_tables import describe, layer_tables, rank_table, write
+    from megatron.slipstream.estimate.shape_tables import (
+        answer,
+        describe,
+        layer_tables,
+        rank_table,
+        write,
+    )
 
     is_search = prepare_search(options)
     with _progress("reading the configuration"):
@@ -305,23 +318,26 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
     speed = speed_for(configured, options)
     policy = _policy_options(options, configured.policy)
     ranks = _plan_ranks(configured, speed, policy, options)
-    write(describe(configured, speed), sys.stdout)
-    write(layer_tables(configured, speed), sys.stdout)
+    sys.stdout.write(f"{answer(ranks, configured.title)}\n")
     write(rank_table(ranks, speed.memory_gib, configured.num_ranks_of_host), sys.stdout)
+    write(["", *describe(configured, speed)], sys.stdout)
+    if options.details:
+        write(layer_tables(configured, speed), sys.stdout)
     shown = ranks[0]
     if shown.plan is None:
         sys.stdout.write(
-            f"\nPipeline rank {shown.pp_rank} has no layer with one of --offload-modules; the "
-            "table above shows the modules that it has.\n"
+            f"\nPipeline rank {shown.pp_rank} has no layer with one of --offload-modules; "
+            "--details shows the modules that it has.\n"
         )
         return 0
     sys.stdout.write(f"\nPlan of pipeline rank {shown.pp_rank}\n")
-    _show(shown.plan, shown.simulation, GRID_ROWS)
+    _show(shown.plan, shown.simulation, GRID_ROWS if options.details else 0)
     _write(shown.plan, shown.simulation, policy, options)
     has_goal = policy.target_memory_bytes is not None or policy.max_overhead_percent is not None
     if not (options.frontier or has_goal):
         sys.stdout.write(
-            "\n--frontier FILE.png plots memory against time; --max-overhead 1 moves what hides\n"
+            "--frontier FILE.png plots memory against time; --max-overhead 1 moves what hides; "
+            "--longest-sequence finds what fits\n"
         )
     return max(_status(rank.plan) for rank in ranks if rank.plan is not None)
 

@@ -172,6 +172,11 @@ class _AsTyped(argparse.Action):
         namespace.typed = {**namespace.typed, self.dest: option_string}
 
 
+def _config_file(text: str) -> Path:
+    path = Path(text)
+    return path / "config.json" if path.is_dir() else path
+
+
 def flag_of(name: str, options: argparse.Namespace) -> str:
     """Return the option as the user typed it, or its first spelling; ``name`` is its ``dest``."""
     first = TRAINING[name][0][0] if name in TRAINING else "--" + name.replace("_", "-")
@@ -229,7 +234,10 @@ def add_options(
     )
     other = plan.add_argument_group("a model instead of a trace")
     other.add_argument(
-        "--hf-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model"
+        "--hf-config",
+        type=_config_file,
+        metavar="FILE",
+        help="config.json of a Hugging Face model, or the folder that holds it",
     )
     other.add_argument(
         "--args-file",
@@ -251,7 +259,7 @@ def add_options(
     _add_search(plan.add_argument_group("the largest size that fits (without a trace)"))
     _add_gpu(plan.add_argument_group("hardware and schedule (without a trace)"))
     _add_aim(plan.add_argument_group("goals"))
-    _add_files(plan.add_argument_group("output files"))
+    _add_files(plan.add_argument_group("output"))
     hint = "; put megatron's flags after '--'"
     plan.set_defaults(run=run, typed={}, hint_for_unknown=hint)
 
@@ -285,12 +293,6 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
         "--host-memory", type=float, metavar="GIB", help="host memory of a rank (default: no limit)"
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="write the answer for tools")
-    group.add_argument(
-        "--details",
-        action="store_true",
-        default=None,
-        help="show what each way does and what fills the device",
-    )
 
 
 def _add_gpu(group: argparse._ArgumentGroup) -> None:
@@ -350,6 +352,12 @@ def _add_aim(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_files(files: argparse._ArgumentGroup) -> None:
+    files.add_argument(
+        "--details",
+        action="store_true",
+        help="show every group of a plan, the bytes of a model's layers, and what fills the "
+        "device at the largest size",
+    )
     files.add_argument("--output", type=Path, metavar="PLAN.json", help="the plan, with its trace")
     files.add_argument(
         "--timeline",

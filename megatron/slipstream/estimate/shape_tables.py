@@ -172,6 +172,20 @@ def describe(configured: Configured, speed: Speed) -> Iterator[Line]:
         )
 
 
+def answer(ranks: Sequence[RankPlan], title: str) -> str:
+    """Return in one sentence what the plans reach on the ranks with the highest peaks."""
+    found = [rank.simulation for rank in ranks if rank.simulation is not None]
+    peaks = [simulation.peak_bytes for simulation in found if simulation.peak_bytes is not None]
+    if not peaks:
+        return f"{title}: nothing moves"
+    without, planned = (max(each) for each in zip(*peaks, strict=True))
+    slowest = max(found, key=lambda simulation: simulation.total_ms)
+    return (
+        f"{title}: the highest peak falls from {format_bytes(without)} to {format_bytes(planned)}; "
+        f"the step takes {slowest.total_ms:.0f} ms, {slowest.overhead_percent:.1f}% of it added"
+    )
+
+
 def layer_tables(configured: Configured, speed: Speed) -> Iterator[Line]:
     """Tabulate, for each kind of layer, the bytes of its parts and how many compute can hide."""
     shape = configured.shape
