@@ -176,9 +176,9 @@ def accepted_values(annotation: ast.expr) -> str:
             return ", ".join(f"`{ast.literal_eval(choice)}`" for choice in choices)
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
             return accepted_values(inner)
-        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=[*members, none])):
-            assert ast.unparse(none) == "None"
-            return ", ".join(accepted_values(member) for member in members)
+        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=members)):
+            values = [member for member in members if ast.unparse(member) != "None"]
+            return ", ".join(accepted_values(member) for member in values)
         case ast.Subscript(value=ast.Name(id="Literal"), slice=ast.Constant(value=choice)):
             return f"`{choice}`"
         case _:

@@ -124,6 +124,8 @@ OF_TRAINING: dict[str, Row] = {
     "dynamic_context_parallel_verify": Row(True, _NONE, _DYNAMIC),
     "moe_sync_free_experts": Row(True, {**_NONE, **_in(_LAYERS, REFUSED)}, _EXPERTS),
     "moe_sync_free_capacity_factor": Row(2.0, {**_NONE, **_in(_LAYERS, REFUSED)}, _SYNC_FREE),
+    "loss_sequence_tiles": Row(4, _NONE),
+    "mlp_sequence_tiles": Row("auto", _NONE),
     "cuda_graph_granularity": Row("chunk", {**_NONE, **_in((*_LAYERS, Mode.MEGATRON), REFUSED)}),
     "tokenizer_json": Row("tokenizer.json", _NONE),
     "progress": Row("off", _NONE),

@@ -57,6 +57,11 @@ if TYPE_CHECKING:
     from megatron.slipstream.integration.sync_free_experts import (
         with_sync_free_experts as with_sync_free_experts,
     )
+    from megatron.slipstream.integration.tiled_model import (
+        tiles_of as tiles_of,
+        with_tiles as with_tiles,
+    )
+    from megatron.slipstream.tiles.options import TileOptions as TileOptions
 
 __version__ = "0.1.0"
 
@@ -74,6 +79,9 @@ _HOMES = {
     "with_dynamic_context_parallelism": "megatron.slipstream.integration.dynamic_context_parallel",
     "with_sync_free_dispatch": "megatron.slipstream.integration.moe",
     "with_sync_free_experts": "megatron.slipstream.integration.sync_free_experts",
+    "with_tiles": "megatron.slipstream.integration.tiled_model",
+    "tiles_of": "megatron.slipstream.integration.tiled_model",
+    "TileOptions": "megatron.slipstream.tiles.options",
     "replay_chunks": "megatron.slipstream.integration.chunk_graphs",
     "close_graphs": "megatron.slipstream.integration.chunk_graphs",
     "RankLimits": "megatron.slipstream.context_parallel.limits",

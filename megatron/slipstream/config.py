@@ -71,8 +71,8 @@ class OffloadConfig:
     offload_checkpoint_inputs: bool = False
     """Move the inputs that checkpoints keep: of layers under `--recompute-granularity full`, and of
     modules that megatron-core checkpoints as a whole (`core_attn`, `mlp`, `moe` and
-    `shared_experts` in `--recompute-modules`). Their groups are called checkpoint_inputs. The
-    default of `--offload-modules` is then core_attn."""
+    `shared_experts` in `--recompute-modules`), and of MLPs in tiles (`--mlp-sequence-tiles`). Their
+    groups are called checkpoint_inputs. The default of `--offload-modules` is then core_attn."""
 
     offload_verify: int = 0
     """Check in the first N iterations that every tensor is reloaded unchanged, and fill freed

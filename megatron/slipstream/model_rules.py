@@ -126,6 +126,8 @@ def keeps_checkpoint_inputs(facts: Any) -> bool:
     Args:
         facts: Has megatron-core's option names, such as a ``TransformerConfig``.
     """
+    if getattr(facts, "mlp_sequence_tiles", 1) != 1:
+        return True
     if facts.recompute_granularity != "selective":
         return bool(facts.recompute_granularity == "full")
     recomputed = facts.recompute_modules or ("core_attn",)  # megatron-core's default
@@ -138,7 +140,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
     option_rule(
         "offload_checkpoint_inputs",
         lambda f: _offloading_with_our_engine(f) and f.offload_checkpoint_inputs,
-        lambda f: f.recompute_granularity is not None,
+        lambda f: f.recompute_granularity is not None or keeps_checkpoint_inputs(f),
         "offload_checkpoint_inputs=True is not supported without recomputation because no "
         "checkpoint keeps inputs then",
         "set recompute_granularity='full', or leave it out",

@@ -27,6 +27,7 @@ from megatron.slipstream.packed_sequences.batch import for_context_parallel_rank
 from megatron.slipstream.packed_sequences.packing import PackLimits
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
+from megatron.slipstream.tiles.options import TileOptions
 from tools.shared_gpus import take_place
 
 MAX_SEQUENCES = 64
@@ -229,6 +230,11 @@ def build_chunks(case: ModelCase, config: Any, seed: int = 7) -> list[torch.nn.M
         from megatron.slipstream.integration.packed_layer_graphs import take_packed_sequences
 
         take_packed_sequences(chunks)
+    tiles = TileOptions(case.loss_sequence_tiles, case.mlp_sequence_tiles)
+    if tiles != TileOptions():
+        from megatron.slipstream.integration.tiled_model import with_tiles
+
+        with_tiles(chunks, tiles)
     return chunks
 
 
@@ -243,7 +249,7 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
         "max_sequence_length": case.seq_length,
         "pre_process": ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         "post_process": ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        "share_embeddings_and_output_weights": False,
+        "share_embeddings_and_output_weights": case.is_tied,
         "position_embedding_type": "rope",
         "vp_stage": vp_stage,
     }

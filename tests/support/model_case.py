@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from megatron.slipstream.plan.tiles import NumTiles
+
 DENSE_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 MOE_MODULES = (*DENSE_MODULES, "expert_fc1", "moe_act")
 MLP_MODULES = ("mlp_fc1", "mlp_act", "mlp_fc2")
@@ -54,4 +56,8 @@ class ModelCase:
     """Its ``capacity_factor``."""
     has_own_norms: bool = False
     """Norms of dense layers are modules, not a part of the linear layer that follows."""
+    loss_sequence_tiles: NumTiles = 1
+    mlp_sequence_tiles: NumTiles = 1
+    is_tied: bool = False
+    """The output layer has the weights of the embedding."""
     overrides: dict[str, Any] = field(default_factory=dict)

@@ -36,6 +36,7 @@ ROOMS = (
     "packed_sequences",
     "context_parallel",
     "experts",
+    "tiles",
     "chunk_graphs",
     "patches",
     "integration",

@@ -33,6 +33,7 @@ from megatron.slipstream.module_rules import own_modules
 from megatron.slipstream.packed_sequences.options import PackingOptions
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
+from megatron.slipstream.tiles.options import TileOptions
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ _GROUPS: tuple[tuple[type, str], ...] = (
     (PackingOptions, "slipstream packed sequences"),
     (DynamicContextParallelOptions, "slipstream dynamic context parallelism"),
     (ExpertOptions, "slipstream experts"),
+    (TileOptions, "slipstream tiles of the sequence"),
     (ChunkGraphOptions, "slipstream CUDA graphs"),
     (EntryOptions, "slipstream script"),
 )

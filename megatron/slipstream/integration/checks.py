@@ -54,6 +54,7 @@ from megatron.slipstream.rules import (
     option_rule,
     unsupported,
 )
+from megatron.slipstream.tiles.options import check_tiles
 
 OptionCheck = Callable[[Any], list[Finding]]
 """A check of parsed arguments."""
@@ -116,6 +117,7 @@ OPTION_CHECKS: tuple[OptionCheck, ...] = (
     check_packing,
     check_dynamic_context_parallel,
     _check_experts,
+    check_tiles,
     lambda args: check_chunk_graphs(args, torch.cuda.is_available()),
     _check_what_moves,
     lambda args: check_options_in_graphs(args, torch.cuda.is_available()),

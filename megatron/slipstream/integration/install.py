@@ -41,6 +41,7 @@ from megatron.slipstream.integration.engine_setup import (
 )
 from megatron.slipstream.integration.run_files import RunFiles
 from megatron.slipstream.integration.run_metadata import environment, settings
+from megatron.slipstream.integration.tiled_model import tiles_of
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.model_rules import (
     CHECKPOINT_RULES,
@@ -149,7 +150,7 @@ def _prepare_chunk(
 ) -> list[Callable[[], None]]:
     """Prepare a model chunk before it runs; return functions that undo it."""
     undo = module_groups.mark_modules(chunk)
-    facts = SimpleNamespace(**{**vars(chunk.config), **vars(config)})
+    facts = SimpleNamespace(**{**vars(chunk.config), **vars(config), **vars(tiles_of(chunk))})
     if config.offload_checkpoint_inputs:
         # Not an error: the settings apply to all models, and some may recompute nothing.
         warn_once(check_rules(CHECKPOINT_RULES, facts))

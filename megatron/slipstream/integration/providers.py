@@ -30,6 +30,7 @@ from megatron.slipstream.integration import (
 from megatron.slipstream.integration.cpu_modules import local_hybrid_stack_spec
 from megatron.slipstream.integration.specs import change_model_spec
 from megatron.slipstream.model_rules import moves_in_layer_graphs
+from megatron.slipstream.tiles.options import TileOptions
 
 if TYPE_CHECKING:
     from megatron.slipstream.integration.monitor import Monitor
@@ -56,6 +57,11 @@ def model_config(args: Any) -> Any:
         from megatron.slipstream.integration.graph_layers import with_graph_offloading
 
         change_model_spec(config, with_graph_offloading)
+    tiles = TileOptions(args.loss_sequence_tiles, args.mlp_sequence_tiles)
+    if tiles != TileOptions():
+        from megatron.slipstream.integration.tiled_model import with_tiles
+
+        config.pre_wrap_hooks.append(partial(with_tiles, options=tiles))
     limits = rank_limits(args) if args.dynamic_context_parallel else None
     if args.cuda_graph_granularity == "chunk":
         from megatron.slipstream.integration.chunk_graphs import change_model_config

@@ -106,6 +106,10 @@ TESTED_BY = {
     "test_results_are_those_of_experts_one_by_one",
     "moe_sync_free_capacity_factor": "integration/test_sync_free_ranks.py::"
     "test_the_factor_that_it_asks_for_is_enough",
+    "loss_sequence_tiles": "integration/test_tiled_model.py::"
+    "test_nothing_inside_is_larger_than_a_tile",
+    "mlp_sequence_tiles": "integration/test_tiled_model.py::"
+    "test_nothing_inside_is_larger_than_a_tile",
     "cuda_graph_granularity": "integration/test_chunk_graph_options.py::"
     "test_figures_of_replays_are_those_of_the_iteration",
     "tokenizer_json": "integration/test_training_errors.py::test_training_with_a_tokenizer_file",

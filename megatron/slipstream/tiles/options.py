@@ -1,0 +1,251 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The flags of tiles of the sequence, and the options that they are incompatible with."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Union
+
+from megatron.slipstream.model_rules import MOE_MODULE_NAMES, graphed_modules
+from megatron.slipstream.plan.tiles import NumTiles
+from megatron.slipstream.rules import (
+    Finding,
+    Predicate,
+    Rule,
+    always,
+    check_rules,
+    facts_of,
+    option_rule,
+    unsupported,
+)
+
+
+def parse_tiles(text: str) -> NumTiles:
+    """Parse a number of tiles from the command line: an integer or 'auto'.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is neither.
+    """
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither an integer nor 'auto'") from None
+
+
+_TILES = {"argparse_meta": {"type": parse_tiles, "metavar": "N"}}
+
+
+@dataclass(frozen=True)
+class TileOptions:
+    """Settings of tiles of the sequence, with or without offloading."""
+
+    loss_sequence_tiles: Union[int, Literal["auto"]] = field(default=1, metadata=_TILES)
+    """Compute output layer and loss in this many tiles of the sequence, so that logits never exist
+    as a whole. Backward computes each tile again. 'auto': tiles whose logits take at most 512 MiB,
+    or of 1024 tokens if that is more. 1 is off."""
+    mlp_sequence_tiles: Union[int, Literal["auto"]] = field(default=1, metadata=_TILES)
+    """Compute each MLP, and the experts of a rank on their tokens, in this many tiles. An MLP then
+    saves its input only, and backward computes each tile again. 'auto': tiles whose tensors inside
+    the MLP take at most 512 MiB, or of 1024 tokens if that is more. 1 is off."""
+
+
+_DEFAULTS: dict[str, Any] = {
+    "cuda_graph_impl": "none",
+    "cuda_graph_modules": (),
+    "cuda_graph_granularity": "layer",
+    "gtp_weight_remat_size": 1,
+    "mlp_chunks_for_training": 1,
+}
+"""Defaults of options that rules read; others are None. Not every release has every option."""
+
+
+def _tiles_loss(facts: Any) -> bool:
+    return bool(facts.loss_sequence_tiles != 1)
+
+
+def _tiles_mlps(facts: Any) -> bool:
+    return bool(facts.mlp_sequence_tiles != 1)
+
+
+_LOSS, _MLPS = "loss_sequence_tiles", "mlp_sequence_tiles"
+_with_loss = partial(unsupported, f"with {_LOSS}={{{_LOSS}}}", _tiles_loss)
+_with_mlps = partial(unsupported, f"with {_MLPS}={{{_MLPS}}}", _tiles_mlps)
+
+_IN_MLPS = MOE_MODULE_NAMES | {"mlp_fc1", "mlp_act", "mlp_fc2"}
+"""Names for ``offload_modules`` of what is inside a tile."""
+_RECOMPUTED_BY_TILES = frozenset({"mlp", "moe_act"})
+"""Names for ``recompute_modules`` of what each tile computes again."""
+_GRAPHS_WITHOUT_MLPS = frozenset({"attn", "mamba", "moe_router", "moe_preprocess"})
+"""Names for ``cuda_graph_modules`` of what is outside of tiles."""
+
+
+def _graphs_whole_iteration(facts: Any) -> bool:
+    return bool(facts.cuda_graph_impl == "full_iteration")
+
+
+def _has_no_tiles_in_graphs(facts: Any) -> bool:
+    captured = graphed_modules(facts)
+    return bool(captured) and captured <= _GRAPHS_WITHOUT_MLPS
+
+
+def _graphs_layers(facts: Any) -> bool:
+    is_chunk = facts.cuda_graph_granularity == "chunk"
+    return facts.cuda_graph_impl in ("transformer_engine", "local") and not is_chunk
+
+
+def _names_none_of(option: str, names: Iterable[str]) -> Predicate:
+    return lambda facts: not {*names} & {*(getattr(facts, option) or ())}
+
+
+def _is_number_of_tiles(option: str) -> Predicate:
+    def holds(facts: Any) -> bool:
+        value = getattr(facts, option)
+        return value == "auto" or (type(value) is int and value >= 1)
+
+    return holds
+
+
+def _rules_of(with_tiles: partial[Rule]) -> tuple[Rule, ...]:
+    """Return the rules that tiles of either kind have."""
+    return (
+        with_tiles(
+            "overlap_moe_expert_parallel_comm",
+            "the layers of two micro-batches then run in parts of their own",
+            "leave overlap_moe_expert_parallel_comm out",
+        ),
+        with_tiles(
+            "gtp_weight_remat_size",
+            "each tile would gather the weights once more",
+            "set gtp_weight_remat_size=1",
+            lambda f: f.gtp_weight_remat_size == 1,
+        ),
+        with_tiles(
+            "use_megatron_fsdp",
+            "it gathers parameters and takes gradients by hooks, which a tile does not run",
+            "leave use_megatron_fsdp out",
+        ),
+        with_tiles(
+            "use_torch_fsdp2",
+            "it gathers parameters and takes gradients by hooks, which a tile does not run",
+            "leave use_torch_fsdp2 out",
+        ),
+        with_tiles(
+            "cuda_graph_impl",
+            "a backward inside the backward has not been captured in a graph of the whole "
+            "iteration and compared",
+            "set cuda_graph_impl=none",
+            lambda f: not _graphs_whole_iteration(f),
+        ),
+    )
+
+
+TILE_RULES: tuple[Rule, ...] = (
+    *(
+        option_rule(
+            option,
+            always,
+            _is_number_of_tiles(option),
+            f"{option}={{{option}!r}} is no number of tiles",
+            f"set {option}=1 or more, or 'auto'",
+        )
+        for option in (_LOSS, _MLPS)
+    ),
+    *_rules_of(_with_loss),
+    *_rules_of(_with_mlps),
+    _with_loss(
+        "mtp_num_layers",
+        "the acceptance rate of its predictions is computed from whole logits",
+        "set loss_sequence_tiles=1",
+    ),
+    _with_loss(
+        "defer_embedding_wgrad_compute",
+        "it keeps the gradient of whole logits",
+        "leave defer_embedding_wgrad_compute out",
+    ),
+    _with_loss(
+        "use_mup",
+        "it scales logits between the output layer and the loss",
+        "leave use_mup out",
+    ),
+    _with_loss(
+        "fp8_output_proj",
+        "a tile of logits would have a scale of its own",
+        "leave fp8_output_proj out",
+    ),
+    *(
+        _with_mlps(
+            option,
+            "what is computed again in backward could be quantized by another scale",
+            f"leave {option} out",
+        )
+        for option in ("fp8", "fp4")
+    ),
+    *(
+        _with_mlps(
+            option,
+            "it computes the weights' gradients after backward, from the last tile alone",
+            f"leave {option} out",
+        )
+        for option in ("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
+    ),
+    _with_mlps(
+        "mlp_chunks_for_training",
+        "both divide the same sequence",
+        "set mlp_chunks_for_training=1",
+        lambda f: f.mlp_chunks_for_training == 1,
+    ),
+    _with_mlps(
+        "tp_comm_overlap",
+        "its buffers have the size of a whole sequence",
+        "leave tp_comm_overlap out",
+    ),
+    _with_mlps(
+        "moe_paged_stash",
+        "it keeps the tensors that a tile computes again",
+        "leave moe_paged_stash out",
+    ),
+    _with_mlps(
+        "recompute_modules",
+        "each tile is computed again anyway",
+        "leave " + " and ".join(sorted(_RECOMPUTED_BY_TILES)) + " out of recompute_modules",
+        lambda f: (
+            f.recompute_granularity != "selective"
+            or _names_none_of("recompute_modules", _RECOMPUTED_BY_TILES)(f)
+        ),
+    ),
+    _with_mlps(
+        "offload_modules",
+        "an MLP then saves its input only, which offload_checkpoint_inputs moves",
+        "leave " + ", ".join(sorted(_IN_MLPS)) + " out of offload_modules",
+        lambda f: (
+            not f.fine_grained_activation_offloading
+            or _names_none_of("offload_modules", _IN_MLPS)(f)
+        ),
+    ),
+    _with_mlps(
+        "cuda_graph_impl",
+        "a backward inside the backward has not been captured in graphs of layers and compared",
+        "set cuda_graph_modules=attn, or cuda_graph_granularity=chunk",
+        lambda f: not _graphs_layers(f) or _has_no_tiles_in_graphs(f),
+    ),
+)
+"""Requirements on the options of tiles and a model together."""
+
+
+def check_tiles(args: Any) -> list[Finding]:
+    """Return findings about the options of tiles.
+
+    Args:
+        args: Has :class:`TileOptions` and megatron-core's options, such as parsed arguments.
+    """
+    others = ("recompute_granularity", "fine_grained_activation_offloading", _LOSS, _MLPS)
+    facts = facts_of(args, TILE_RULES, others, {**_DEFAULTS, _LOSS: 1, _MLPS: 1})
+    if not _tiles_loss(facts) and not _tiles_mlps(facts):
+        return []
+    return check_rules(TILE_RULES, facts)
