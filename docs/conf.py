@@ -30,6 +30,7 @@ NAVIGATION = {
         "docs/user-guide/doctor",
         "docs/user-guide/cuda-graphs",
         "docs/user-guide/chunk-cuda-graphs",
+        "docs/user-guide/sequence-tiles",
         "docs/user-guide/packed-sequences",
         "docs/user-guide/dynamic-context-parallel",
         "docs/user-guide/any-pytorch-model",

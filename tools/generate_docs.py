@@ -309,6 +309,7 @@ def options_page() -> str:
         "A combination that cannot work is an error at start. It names the option, the reason and "
         "what to set instead; `slipstream doctor -- FLAGS` shows all errors of a command line at "
         "once ([doctor](doctor.md)). No option is turned off silently. What each feature refuses: "
+        "[tiles of the sequence](sequence-tiles.md#not-supported), "
         "[CUDA graphs](cuda-graphs.md#limits), [graphs of chunks](chunk-cuda-graphs.md#limits), "
         "[packed sequences](packed-sequences.md#not-supported), "
         "[dynamic context parallelism](dynamic-context-parallel.md#not-supported), "

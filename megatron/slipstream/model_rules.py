@@ -126,7 +126,7 @@ def keeps_checkpoint_inputs(facts: Any) -> bool:
     Args:
         facts: Has megatron-core's option names, such as a ``TransformerConfig``.
     """
-    if getattr(facts, "mlp_sequence_tiles", 1) != 1:
+    if vars(facts).get("mlp_sequence_tiles", 1) != 1:  # a TransformerConfig has no such option
         return True
     if facts.recompute_granularity != "selective":
         return bool(facts.recompute_granularity == "full")

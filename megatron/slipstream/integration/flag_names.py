@@ -19,6 +19,7 @@ _OWN_SOURCES = (
     "context_parallel/options.py",
     "chunk_graphs/options.py",
     "experts/options.py",
+    "tiles/options.py",
     "integration/arguments.py",
     "integration/compat.py",  # Flags of later releases, which the parser refuses with a fix.
 )

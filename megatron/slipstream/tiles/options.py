@@ -76,6 +76,7 @@ def _tiles_mlps(facts: Any) -> bool:
 _LOSS, _MLPS = "loss_sequence_tiles", "mlp_sequence_tiles"
 _with_loss = partial(unsupported, f"with {_LOSS}={{{_LOSS}}}", _tiles_loss)
 _with_mlps = partial(unsupported, f"with {_MLPS}={{{_MLPS}}}", _tiles_mlps)
+_with_tiles = partial(unsupported, "with tiles of the sequence", always)
 
 _IN_MLPS = MOE_MODULE_NAMES | {"mlp_fc1", "mlp_act", "mlp_fc2"}
 """Names for ``offload_modules`` of what is inside a tile."""
@@ -83,10 +84,6 @@ _RECOMPUTED_BY_TILES = frozenset({"mlp", "moe_act"})
 """Names for ``recompute_modules`` of what each tile computes again."""
 _GRAPHS_WITHOUT_MLPS = frozenset({"attn", "mamba", "moe_router", "moe_preprocess"})
 """Names for ``cuda_graph_modules`` of what is outside of tiles."""
-
-
-def _graphs_whole_iteration(facts: Any) -> bool:
-    return bool(facts.cuda_graph_impl == "full_iteration")
 
 
 def _has_no_tiles_in_graphs(facts: Any) -> bool:
@@ -111,40 +108,6 @@ def _is_number_of_tiles(option: str) -> Predicate:
     return holds
 
 
-def _rules_of(with_tiles: partial[Rule]) -> tuple[Rule, ...]:
-    """Return the rules that tiles of either kind have."""
-    return (
-        with_tiles(
-            "overlap_moe_expert_parallel_comm",
-            "the layers of two micro-batches then run in parts of their own",
-            "leave overlap_moe_expert_parallel_comm out",
-        ),
-        with_tiles(
-            "gtp_weight_remat_size",
-            "each tile would gather the weights once more",
-            "set gtp_weight_remat_size=1",
-            lambda f: f.gtp_weight_remat_size == 1,
-        ),
-        with_tiles(
-            "use_megatron_fsdp",
-            "it gathers parameters and takes gradients by hooks, which a tile does not run",
-            "leave use_megatron_fsdp out",
-        ),
-        with_tiles(
-            "use_torch_fsdp2",
-            "it gathers parameters and takes gradients by hooks, which a tile does not run",
-            "leave use_torch_fsdp2 out",
-        ),
-        with_tiles(
-            "cuda_graph_impl",
-            "a backward inside the backward has not been captured in a graph of the whole "
-            "iteration and compared",
-            "set cuda_graph_impl=none",
-            lambda f: not _graphs_whole_iteration(f),
-        ),
-    )
-
-
 TILE_RULES: tuple[Rule, ...] = (
     *(
         option_rule(
@@ -156,8 +119,32 @@ TILE_RULES: tuple[Rule, ...] = (
         )
         for option in (_LOSS, _MLPS)
     ),
-    *_rules_of(_with_loss),
-    *_rules_of(_with_mlps),
+    _with_tiles(
+        "overlap_moe_expert_parallel_comm",
+        "the layers of two micro-batches then run in parts of their own",
+        "leave overlap_moe_expert_parallel_comm out",
+    ),
+    _with_tiles(
+        "gtp_weight_remat_size",
+        "each tile would gather the weights once more",
+        "set gtp_weight_remat_size=1",
+        lambda f: f.gtp_weight_remat_size == 1,
+    ),
+    *(
+        _with_tiles(
+            option,
+            "it gathers parameters and takes gradients by hooks, which a tile does not run",
+            f"leave {option} out",
+        )
+        for option in ("use_megatron_fsdp", "use_torch_fsdp2")
+    ),
+    _with_tiles(
+        "cuda_graph_impl",
+        "a backward inside the backward has not been captured in a graph of the whole iteration "
+        "and compared",
+        "set cuda_graph_impl=none",
+        lambda f: f.cuda_graph_impl != "full_iteration",
+    ),
     _with_loss(
         "mtp_num_layers",
         "the acceptance rate of its predictions is computed from whole logits",
@@ -231,11 +218,11 @@ TILE_RULES: tuple[Rule, ...] = (
     _with_mlps(
         "cuda_graph_impl",
         "a backward inside the backward has not been captured in graphs of layers and compared",
-        "set cuda_graph_modules=attn, or cuda_graph_granularity=chunk",
+        "set cuda_graph_modules=attn",
         lambda f: not _graphs_layers(f) or _has_no_tiles_in_graphs(f),
     ),
 )
-"""Requirements on the options of tiles and a model together."""
+"""Requirements on the options of tiles and a model together, if there are tiles."""
 
 
 def check_tiles(args: Any) -> list[Finding]:

@@ -30,6 +30,7 @@ from megatron.slipstream.packed_sequences.options import (
     check_packing,
 )
 from megatron.slipstream.rules import Rule, check_rules, require
+from megatron.slipstream.tiles.options import TILE_RULES, TileOptions, check_tiles
 
 Options = Mapping[str, Any]
 
@@ -38,6 +39,7 @@ MODEL: dict[str, Any] = {
     **dataclasses.asdict(PackingOptions()),
     **dataclasses.asdict(DynamicContextParallelOptions()),
     **dataclasses.asdict(ExpertOptions()),
+    **dataclasses.asdict(TileOptions()),
     **VALID_MODEL,
     "fine_grained_offloading_max_inflight_offloads": None,
     "delay_offload_until_cuda_graph": False,
@@ -203,6 +205,7 @@ def _accept(facts: SimpleNamespace) -> None:
     require(check_dynamic_context_parallel(facts))
     require(check_experts(facts, getattr(facts, "capability", (9, 0))))
     require(check_chunk_graphs(facts, has_gpu=True))
+    require(check_tiles(facts))
     require(check_model_options(facts))
 
 
@@ -389,6 +392,36 @@ OF_EXPERTS = [
     Case({"bf16": False}, [{"bf16": True}]),
     Case({"capability": (8, 0)}, [{"moe_sync_free_experts": False}]),
 ]
+TILED = {**MODEL, "loss_sequence_tiles": "auto", "mlp_sequence_tiles": 4}
+OF_TILES = [
+    either("loss_sequence_tiles", 0, a=1, b=2, c="auto"),
+    either("mlp_sequence_tiles", True, a=1, b=2, c="auto"),
+    off("overlap_moe_expert_parallel_comm"),
+    either("gtp_weight_remat_size", 2, a=1),
+    off("use_megatron_fsdp"),
+    off("use_torch_fsdp2"),
+    either("cuda_graph_impl", "full_iteration", a="none"),
+    Case({"mtp_num_layers": 1}, [{"loss_sequence_tiles": 1}]),
+    off("defer_embedding_wgrad_compute"),
+    off("use_mup"),
+    off("fp8_output_proj"),
+    off("fp8", "hybrid"),
+    off("fp4", "e2m1"),
+    off("delay_wgrad_compute"),
+    off("overlap_dispatch_backward_with_experts_wgrad"),
+    either("mlp_chunks_for_training", 2, a=1),
+    off("tp_comm_overlap"),
+    off("moe_paged_stash"),
+    Case(
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
+        [{"recompute_modules": ["layernorm"]}],
+    ),
+    Case(
+        {"offload_modules": ["core_attn", "moe_act"], "num_moe_experts": 8},
+        [{"offload_modules": ["core_attn"]}],
+    ),
+    Case({**TE_GRAPHS, "cuda_graph_modules": ["attn", "mlp"]}, [{"cuda_graph_modules": ["attn"]}]),
+]
 OF_ATTACH = [
     either("offload_engine", "megatron", a="slipstream"),
     off("offload_report_path", "report.json"),
@@ -436,6 +469,7 @@ TABLES = {
     "packing": Table(PACKING_RULES, OF_PACKING, PACKED, _accept),
     "dynamic": Table(DYNAMIC_RULES, OF_DYNAMIC_SIZES, DYNAMIC, _accept),
     "experts": Table(EXPERT_RULES, OF_EXPERTS, SYNC_FREE, _accept),
+    "tiles": Table(TILE_RULES, OF_TILES, TILED, _accept),
     "checkpoints": Table(
         CHECKPOINT_RULES,
         OF_CHECKPOINTS,

@@ -23,6 +23,7 @@ from megatron.slipstream.model_rules import CHECKPOINT_RULES, GRAPH_RULES, MODEL
 from megatron.slipstream.packed_sequences.options import PACKING_RULES
 from megatron.slipstream.patches import releases
 from megatron.slipstream.rules import Rule
+from megatron.slipstream.tiles.options import TILE_RULES
 
 PACKAGE = Path(__file__).parents[3] / "megatron" / "slipstream"
 HOLDERS = {"args", "config", "facts", "f", "saved", "options", "c"}
@@ -88,6 +89,7 @@ TABLES = {
     "packing": PACKING_RULES,
     "dynamic": DYNAMIC_RULES,
     "experts": experts.EXPERT_RULES,
+    "tiles": TILE_RULES,
     "plan": model_arguments.PLAN_RULES,
 }
 

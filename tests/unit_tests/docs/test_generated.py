@@ -35,6 +35,7 @@ PAGES_OF_OPTIONS = {
     "PackingOptions": ("packed-sequences.md",),
     "DynamicContextParallelOptions": ("dynamic-context-parallel.md",),
     "ExpertOptions": ("sync-free-experts.md",),
+    "TileOptions": ("sequence-tiles.md",),
     "ChunkGraphOptions": ("chunk-cuda-graphs.md",),
 }
 """The pages that list incompatible options of each group."""
