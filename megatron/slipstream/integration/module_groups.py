@@ -21,7 +21,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.slipstream.module_rules import own_modules
-from megatron.slipstream.patches.model_calls import marking_engine
+from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
 
 _Groups = tuple[tuple[str, ...], ...]
 """A name of ``OWN_MODULES``, and the module that is the group, or two that surround it."""
@@ -84,10 +84,11 @@ class _Mark:
         if engine is None:
             return None
         engine.__exit__(None, None, None)
-        first, *others = (given,) if isinstance(given, torch.Tensor) else given
         if self.name == "output_layer":
-            engine.end_without_node(first, self.name)  # The loss changes logits in place.
+            # The loss changes logits in place; tiles give losses instead.
+            engine.end_without_node(tensors_in(given)[0], self.name)
             return None
+        first, *others = (given,) if isinstance(given, torch.Tensor) else given
         marked = engine.end_on(first, self.name)
         return marked if first is given else (marked, *others)
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal, Union
 
 from megatron.slipstream.model_rules import MOE_MODULE_NAMES, graphed_modules
+from megatron.slipstream.module_rules import OF_DENSE_MLP
 from megatron.slipstream.plan.tiles import NumTiles
 from megatron.slipstream.rules import (
     Finding,
@@ -78,7 +79,7 @@ _with_loss = partial(unsupported, f"with {_LOSS}={{{_LOSS}}}", _tiles_loss)
 _with_mlps = partial(unsupported, f"with {_MLPS}={{{_MLPS}}}", _tiles_mlps)
 _with_tiles = partial(unsupported, "with tiles of the sequence", always)
 
-_IN_MLPS = MOE_MODULE_NAMES | {"mlp_fc1", "mlp_act", "mlp_fc2"}
+_IN_MLPS = MOE_MODULE_NAMES | OF_DENSE_MLP | {"expert_fc2"}
 """Names for ``offload_modules`` of what is inside a tile."""
 _RECOMPUTED_BY_TILES = frozenset({"mlp", "moe_act"})
 """Names for ``recompute_modules`` of what each tile computes again."""

@@ -160,6 +160,13 @@ def test_with_the_engine_on_all_is_bitwise_the_same_and_inputs_of_mlps_move(
     assert result.num_late == 0
 
 
+def test_what_the_output_layer_saves_moves_too() -> None:
+    case = ModelCase(num_layers=2, **LOSS)
+    (result,) = compare_on_ranks(1, case, ("output_layer",), "cpu-lazy", (2, 3, 2))
+    assert result.difference is None
+    assert result.moved_modules == ("output_layer",)
+
+
 def on_two_ranks(rank: int, num_ranks: int, port: int, case: ModelCase) -> list[torch.Tensor]:
     """The losses and gradients of a step with tensor parallelism."""
     initialize(case, rank, num_ranks, port)
