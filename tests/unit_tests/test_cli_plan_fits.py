@@ -16,7 +16,8 @@ from megatron.slipstream.cli_plan.options import parse_tokens
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "models"
 LLAMA = EXAMPLES / "llama3_8b.json"
-H100 = ("--gpu", "h100", "--state-gib", 30, "--host-memory", 120)
+TE = ("--cross-entropy-fusion-impl", "te")
+H100 = ("--gpu", "h100", "--state-gib", 30, "--host-memory", 120, *TE)
 
 
 def show(*arguments: object) -> int:

@@ -128,6 +128,7 @@ def _hub_shape(fields: dict[str, Any], options: argparse.Namespace) -> ModelShap
     return ModelShape(
         **fields,
         **chosen("seq_length", "micro_batch_size", "precision", "attention_backend"),
+        **chosen("cross_entropy"),
         recompute_modules=frozenset(options.recompute_modules or ()),
         parallelism=parallelism,
         layers_per_chunk=_layers_per_chunk(fields["num_layers"], parallelism.pp, options),

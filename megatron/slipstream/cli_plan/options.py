@@ -33,7 +33,8 @@ Examples with a recorded trace (training writes one with --offload-trace-path tr
 Examples of what fits (nothing is run; 8k is 8192 tokens):
 
   The longest sequence of Llama-3-8B on one H100, with gradients in bfloat16 and no optimizer:
-    slipstream plan --hf-config config.json --longest-sequence --gpu h100 --state-gib 30
+    slipstream plan --hf-config config.json --longest-sequence --gpu h100 --state-gib 30 \\
+        --cross-entropy-fusion-impl te
 
   The same for 64 GPUs, with 100 GiB of host memory for each, compared at 32k tokens:
     slipstream plan --hf-config config.json --longest-sequence --gpu h200 --pp 4 --dp 16 \\
@@ -97,6 +98,10 @@ TRAINING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "help": "core attention of Transformer Engine, or 'local': megatron-core's plain "
             "modules without it (default: fused)",
         },
+    ),
+    "cross_entropy": (
+        ("--cross-entropy-fusion-impl",),
+        {"choices": ("native", "te"), "help": "fused cross entropy (default: not fused)"},
     ),
     "tp": (
         ("--tensor-model-parallel-size", "--tp"),

@@ -17,15 +17,15 @@ from functools import cached_property
 from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import Speed
-from megatron.slipstream.estimate.layer_costs import head_costs
 from megatron.slipstream.estimate.model_shapes import MAX_SIZE, Chunk, ModelShape
 from megatron.slipstream.estimate.saved_tensors import CHECKPOINT_INPUTS
 from megatron.slipstream.estimate.schedules import Pass, Schedule, idle_ms, rank_schedule
 from megatron.slipstream.estimate.training_setup import Configured
 from megatron.slipstream.estimate.ways import (
-    TILE_TOKENS,
+    HeadUse,
     LayerUse,
     Way,
+    head_use,
     layer_use,
     selective_setting,
 )
@@ -33,10 +33,6 @@ from megatron.slipstream.plan.settings import NOTHING, WHOLE
 
 STEP_TOKENS = 1024
 """Sequences are searched in multiples of this many tokens per context-parallel rank."""
-
-LOGIT_BYTES = 4
-"""Bytes per logit at the loss: the logits and their gradient or float32 copy."""
-
 
 HOST = "host"
 """The wall that host memory is."""
@@ -221,6 +217,10 @@ class Estimate:
     def _uses(self) -> dict[tuple[bool, Way], LayerUse]:
         return {}
 
+    @cached_property
+    def _heads(self) -> dict[bool, HeadUse]:
+        return {}
+
     def _layer(self, layer: int, way: Way) -> LayerUse:
         key = self._shape.is_moe(layer), way
         if key not in self._uses:
@@ -252,21 +252,18 @@ class Estimate:
         forward_ms = sum(use.forward_ms for use in uses)
         backward_ms = sum(use.backward_ms for use in uses)
         if chunk.is_last:
-            forward = forward._replace(logits=self._logit_bytes(mix) + 2 * hidden)
-            costs = head_costs(shape)
-            head_ms = [cost.ms(self.speed, "forward") for cost in costs.values()]
-            forward_ms += sum(head_ms)
-            for cost, ms in zip(costs.values(), head_ms, strict=True):
-                backward_ms += cost.backward_ms(self.speed)
-                backward_ms += ms * mix.tiles_logits
+            head = self._head(mix.tiles_logits)
+            forward = forward._replace(logits=head.peak_bytes)
+            forward_ms += head.forward_ms
+            backward_ms += head.backward_ms
         out_ms, in_ms = self._copies_ms(moved - staying)
         return ChunkUse(held, moved - staying, forward, backward, max(forward_ms, out_ms),
                         max(backward_ms, in_ms))  # fmt: skip
 
-    def _logit_bytes(self, mix: Mix) -> int:
-        shape = self._shape
-        tokens = min(shape.tokens, TILE_TOKENS) if mix.tiles_logits else shape.tokens
-        return tokens * shape.vocab_size // shape.parallelism.tp * LOGIT_BYTES
+    def _head(self, is_tiled: bool) -> HeadUse:
+        if is_tiled not in self._heads:
+            self._heads[is_tiled] = head_use(self._shape, is_tiled, self.speed)
+        return self._heads[is_tiled]
 
     def _copies_ms(self, nbytes: int) -> tuple[float, float]:
         """Return the time of the copies out and back, at once if passes overlap in a pipeline."""

@@ -9,13 +9,14 @@ move, and the most that is live while its backward runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.slipstream.estimate.gpus import Speed
-from megatron.slipstream.estimate.layer_costs import Cost, layer_costs
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.layer_costs import Cost, head_costs, layer_costs
+from megatron.slipstream.estimate.layer_passes import Stretch, backward_pass, forward_pass
+from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
 from megatron.slipstream.estimate.saved_tensors import (
     CHECKPOINT_INPUTS,
     Saved,
@@ -23,12 +24,13 @@ from megatron.slipstream.estimate.saved_tensors import (
     saved_tensors,
 )
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
+from megatron.slipstream.plan.tiles import Tiling, logits_bytes_per_token, mlp_bytes_per_token
 
-TILE_TOKENS = 4096
-"""Tokens of a tile: matrix products of that many rows fill a GPU."""
+_TILED_PARTS = frozenset({"mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc1", "moe_act", "expert_fc2"})
+"""The parts of a layer that ``mlp_sequence_tiles`` computes tile by tile."""
 
-FEED_FORWARD_FROM = "mlp_norm"
-"""The part of a layer at which its feed-forward half begins."""
+_PROJECTED = "expert_projected"
+"""What experts save for the activation function to run again, and do not with tiles."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Way:
     modules: frozenset[str] = frozenset()
     """The modules that move, with :data:`CHECKPOINT_INPUTS` the inputs of recomputed layers."""
     is_tiled: bool = False
-    """Whether the feed-forward half is computed in recomputed tiles of :data:`TILE_TOKENS`."""
+    """Whether MLPs and experts are computed by tiles (``mlp_sequence_tiles='auto'``)."""
 
     def describe(self) -> str:
         """Return what it does, as text."""
@@ -53,7 +55,7 @@ class Way:
         if CHECKPOINT_INPUTS in self.modules:
             texts.append("layers' inputs offloaded")
         if self.is_tiled:
-            texts.append("feed-forward in tiles")
+            texts.append("MLPs in tiles")
         return "; ".join(texts) or "everything kept on the device"
 
 
@@ -99,20 +101,72 @@ def layer_use(
         speed: Speed of the GPU.
         min_numel: Tensors with fewer elements do not move.
     """
-    saved = saved_tensors(shape, layer, way.setting)
+    setting = _tiled_setting(shape, layer, way.setting) if way.is_tiled else way.setting
+    kept_setting = WHOLE if way.setting == WHOLE else setting
+    saved = saved_tensors(shape, layer, kept_setting)
     kept = _bytes_by_name(saved)
-    marked = set(marked_modules(shape, layer, way.setting)) & way.modules
+    if way.is_tiled:
+        kept.pop(_PROJECTED, None)
+    marked = set(marked_modules(shape, layer, kept_setting)) & way.modules
+    marked -= _TILED_PARTS if way.is_tiled else set()
     moved = sum(_movable(saved, marked, min_numel).values())
-    costs = layer_costs(shape, layer, way.setting)
     # A layer is recomputed before its backward, so the next one's input returns during this one's.
     returned = moved if way.setting == WHOLE else 0
+    costs = layer_costs(shape, layer, way.setting)
     return LayerUse(
         sum(kept.values()) - moved,
         moved,
-        _backward_bytes(shape, layer, way, kept) + returned,
+        _backward_bytes(shape, layer, way, setting) + returned,
         sum(cost.ms(speed, "forward") for cost in costs.values()),
         _backward_ms(costs, way, speed),
     )
+
+
+class HeadUse(NamedTuple):
+    """What the final norm, the output layer and the loss take."""
+
+    peak_bytes: int
+    forward_ms: float
+    backward_ms: float
+
+
+def head_use(shape: ModelShape, is_tiled: bool, speed: Speed) -> HeadUse:
+    """Return what the parts after the last layer take for one micro-batch.
+
+    Args:
+        shape: The model.
+        is_tiled: Whether they are computed by tiles (``loss_sequence_tiles='auto'``), and again in
+            backward.
+        speed: Speed of the GPU.
+    """
+    costs = head_costs(shape).values()
+    forward_ms = sum(cost.ms(speed, "forward") for cost in costs)
+    backward_ms = sum(cost.backward_ms(speed) for cost in costs)
+    if not is_tiled:
+        chunk = Chunk(0, 0, (), False, True)
+        stretches = [*forward_pass(shape, chunk), *backward_pass(shape, chunk)]
+        return HeadUse(_peak_bytes(stretches), forward_ms, backward_ms)
+    vocabulary = shape.vocab_size // shape.parallelism.tp
+    each = logits_bytes_per_token(vocabulary, shape.element_bytes, shape.cross_entropy)
+    # The input of the norm and of the output layer, and their gradients.
+    tile = _tile_bytes(shape.tokens, each) + 4 * _hidden_bytes(shape)
+    return HeadUse(tile, forward_ms, backward_ms + forward_ms)
+
+
+def _hidden_bytes(shape: ModelShape) -> int:
+    return shape.region_tokens * shape.hidden_size * shape.element_bytes
+
+
+def _tile_bytes(num_tokens: int, bytes_per_token: int) -> int:
+    tiling = Tiling.of("auto", bytes_per_token)
+    assert tiling is not None
+    return min(num_tokens, tiling.max_tokens or num_tokens) * bytes_per_token
+
+
+def _tiled_setting(shape: ModelShape, layer: int, setting: LayerSetting) -> LayerSetting:
+    """Return the setting that saves what a layer with tiles saves, of experts a little more."""
+    others = NOTHING if setting == WHOLE else setting
+    return others | {"moe_act" if shape.is_moe(layer) else "mlp"}
 
 
 def _bytes_by_name(saved: Saved) -> dict[str, int]:
@@ -131,41 +185,66 @@ def _movable(saved: Saved, marked: set[str], min_numel: int) -> dict[str, int]:
 
 
 def _backward_ms(costs: Mapping[str, Cost], way: Way, speed: Speed) -> float:
-    """Return the time of backward; a tiled feed-forward runs again in it, after its layer did."""
+    """Return the time of backward; what is tiled runs again in it, after its whole layer did."""
     total = 0.0
-    is_feed_forward = False
     for part, cost in costs.items():
-        is_feed_forward = is_feed_forward or part == FEED_FORWARD_FROM
         total += cost.backward_ms(speed)
-        if is_feed_forward and way.is_tiled and (way.setting == WHOLE or not cost.rerun_share):
+        if part in _TILED_PARTS and way.is_tiled and (way.setting == WHOLE or not cost.rerun_share):
             total += cost.ms(speed, "forward")
     return total
 
 
-def _backward_bytes(shape: ModelShape, layer: int, way: Way, kept: Mapping[str, int]) -> int:
-    """Return the most that is live during a layer's backward.
+def _backward_bytes(shape: ModelShape, layer: int, way: Way, setting: LayerSetting) -> int:
+    """Return the most that is live during a layer's backward, with what it saved.
 
-    A part's backward needs what the parts up to it saved, what was recomputed of its half of the
-    layer (of both if the whole layer is), and the gradients of its input and output, of the half's
-    output and of the residual stream.
+    Args:
+        shape: The model.
+        layer: Index of the layer.
+        way: What is recomputed and tiled.
+        setting: What a layer with tiles recomputes beside them; else the way's setting.
     """
-    saved = saved_tensors(shape, layer, NOTHING)
-    parts = list(layer_costs(shape, layer, NOTHING))
-    middle = parts.index(FEED_FORWARD_FROM)
-    hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
-    tiles = -(-shape.tokens // TILE_TOKENS) if way.is_tiled else 1
-    most = 0
-    for place, part in enumerate(parts):
-        half = 0 if way.setting == WHOLE or place < middle else middle
-        live = dict[str, int]()
-        for earlier, name in enumerate(parts[: place + 1]):
-            for tensor in saved.get(name, ()):
-                if tensor.name in kept:
-                    live[tensor.name] = tensor.nbytes
-                elif earlier >= half:
-                    live[tensor.name] = tensor.nbytes // (tiles if earlier > middle else 1)
-        following = parts[place + 1] if place + 1 < len(parts) else ""
-        near = {name: saved[name] for name in (part, following) if name in saved}
-        gradients = sum(_bytes_by_name(near).values()) // (tiles if place > middle else 1)
-        most = max(most, sum(live.values()) + gradients)
-    return most + 2 * hidden
+    alone = replace(shape.with_setting(setting), layers_per_checkpoint=1)
+    chunk = Chunk(0, 0, (layer,), False, False)
+    forward = list(forward_pass(alone, chunk))
+    saved = sum(stretch.live_bytes for stretch in forward)
+    backward = list(backward_pass(alone, chunk))
+    if not way.is_tiled:
+        return saved + _peak_bytes(backward)
+    left_out = _bytes_by_name(saved_tensors(shape, layer, setting)).get(_PROJECTED, 0)
+    peak = saved - left_out + _peak_bytes(_with_tiles(alone, layer, backward, left_out))
+    # The whole layer's rerun leaves its output beside what a layer with tiles saves.
+    return peak + (_hidden_bytes(shape) if way.setting == WHOLE else 0)
+
+
+def _with_tiles(
+    shape: ModelShape, layer: int, stretches: list[Stretch], left_out: int
+) -> Iterator[Stretch]:
+    """Yield a backward whose tiled parts are one stretch, at the place of the last of them."""
+    size = shape.element_bytes
+    if shape.is_moe(layer):
+        assert shape.experts is not None
+        rows, width = shape.expert_tokens, shape.experts.ffn_hidden_size // shape.parallelism.etp
+    else:
+        rows, width = shape.tokens, shape.ffn_hidden_size // shape.parallelism.tp
+    each = mlp_bytes_per_token(
+        shape.hidden_size, width, size, shape.gated_linear_unit, shape.bias_activation_fusion
+    )
+    # Beside a tile: the gradients of all its rows' inputs and outputs, and of the residual stream.
+    beside = 2 * rows * shape.hidden_size * size + _hidden_bytes(shape)
+    places = [place for place, item in enumerate(stretches) if item.part in _TILED_PARTS]
+    freed = sum(stretches[place].live_bytes for place in places) + left_out
+    for place, stretch in enumerate(stretches):
+        if place == places[-1]:
+            peak = _tile_bytes(rows, each) + beside
+            yield stretch._replace(live_bytes=freed, peak_bytes=peak)
+        elif place not in places:
+            yield stretch
+
+
+def _peak_bytes(stretches: Iterable[Stretch]) -> int:
+    """Return the most that stretches use above what was in use before the first."""
+    now = most = 0
+    for stretch in stretches:
+        most = max(most, now + stretch.peak_bytes)
+        now += stretch.live_bytes
+    return most

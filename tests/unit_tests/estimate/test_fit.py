@@ -53,7 +53,7 @@ def finder(
 
 def llama(**changes: Any) -> ModelShape:
     fields = load_hub_config(EXAMPLES / "llama3_8b.json").fields
-    return ModelShape(**{**fields, "seq_length": 8192, **changes})
+    return ModelShape(**{**fields, "seq_length": 8192, "cross_entropy": "te", **changes})
 
 
 def with_inputs_moved(shape: ModelShape) -> Mix:
