@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from model_case import DENSE_MODULES, MOE_MODULES
+from model_case import DENSE_MODULES, MLP_MODULES, MOE_MODULES
 
 from benchmarks.case import Case, Variant
 from benchmarks.engine_cases import DENSE, MLA_MOE, SMOKE
@@ -35,7 +35,10 @@ def _variants(
 _DENSE = _variants(
     DENSE_MODULES,
     ("", "core_attn", "mlp", "core_attn mlp"),
-    ("qkv_linear", "core_attn", "core_attn attn_proj", "qkv_linear core_attn attn_proj"),
+    (
+        *("qkv_linear", "core_attn", "core_attn attn_proj", "qkv_linear core_attn attn_proj"),
+        *(" ".join(MLP_MODULES), " ".join((*DENSE_MODULES, *MLP_MODULES))),
+    ),
 )
 _MLA = _variants(
     MOE_MODULES,

@@ -208,13 +208,27 @@ def build_twin(
         model, overrides=model.overrides | {"perform_initialization": False}
     )
     offload = {**SIZE_LIMIT, **base.case.offload, **offload}
-    config = make_config(model, modules, **offload)
-    base.reduce_with(config)
-    chunks = build_chunks(model, config)
+    with own_module_names():
+        config = make_config(model, modules, **offload)
+        base.reduce_with(config)
+        chunks = build_chunks(model, config)
     for chunk, twin in zip(base.chunks, chunks, strict=True):
         share_parameters(chunk, twin)
     give_back_unused_memory()
     return chunks, config
+
+
+@contextlib.contextmanager
+def own_module_names() -> Iterator[None]:
+    """Context in which a configuration may name modules that only our engine moves."""
+    from megatron.slipstream.patches import table
+    from megatron.slipstream.patches.table import Feature
+
+    table.apply(Feature.MODULE_NAMES)
+    try:
+        yield
+    finally:
+        table.undo(Feature.MODULE_NAMES)
 
 
 def share_parameters(source: torch.nn.Module, target: torch.nn.Module) -> None:

@@ -17,11 +17,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
 
+from model_case import OWN_MODULES
+
 from benchmarks.case import Case
 from benchmarks.cases import find_case
 from benchmarks.fit_search import NotMeasured, find_longest
 from benchmarks.fit_ways import WAYS, Setup
 from benchmarks.rows import Row, RowWriter, read_rows
+from megatron.slipstream.tiles.options import parse_tiles
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -41,6 +44,10 @@ ways:
   megatron    as selective, and megatron-core's own engine moves all modules
   slipstream  the same with ours
   inputs      as full, and ours moves the layers' inputs
+  moved       nothing is recomputed, and ours moves all modules, its own too
+  tiles       nothing is recomputed but MLPs and loss, in tiles of the sequence; ours moves all
+              modules and the MLPs' inputs
+  full_tiles  as inputs, with MLPs and loss in tiles
   budget      ours with activation_memory_budget='auto', or --budget-gib
 """
 EPILOG = """\
@@ -121,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
         "up to the first of --lengths, one in twenty up to the last")  # fmt: skip
     add("--recompute-modules", default="", metavar="A,B", help="(default: mlp,layernorm)")
     add("--modules", default="", metavar="A,B", help="offload_modules (default: all of the case)")
+    add("--loss-tiles", type=parse_tiles, default=1, metavar="N", help="tiles of the loss, or auto")
+    add("--mlp-tiles", type=parse_tiles, default=1, metavar="N", help="of each MLP, or auto")
     add("--optimizer", choices=("none", "device", "host"), default="none", help="Adam; in host "
         "memory with optimizer_cpu_offload")  # fmt: skip
     add("--device-gib", type=float, metavar="G", help="limit of torch's allocator")
@@ -406,7 +415,10 @@ def _setup(options: argparse.Namespace, case: Case, way: str) -> Setup:
         way=way,
         recompute=names(options.recompute_modules) or ("mlp", "layernorm"),
         modules=names(options.modules) or case.variants[-1].modules,
+        own_modules=OWN_MODULES[case.model.kind],
         optimizer=options.optimizer,
+        loss_tiles=options.loss_tiles,
+        mlp_tiles=options.mlp_tiles,
         device_gib=options.device_gib,
         budget=options.budget_gib or "auto",
         options=_engine_options(options.engine_option),
@@ -417,9 +429,12 @@ def points_of(rows: Sequence[Row], setup: Setup) -> dict[int, Row]:
     """Return the rows of a way by tokens; of two of a length, the one with more iterations."""
     # As JSON has it: lists for tuples.
     identity = json.loads(json.dumps(setup.identity()))
+    defaults = {name: getattr(Setup, name, None) for name in identity}
     found: dict[int, Row] = {}
     for row in rows:
-        is_ours = row["kind"] == "point" and all(row[name] == identity[name] for name in identity)
+        is_ours = row["kind"] == "point" and all(
+            row.get(name, defaults[name]) == value for name, value in identity.items()
+        )
         if is_ours and ("error" not in row or row["dies"]):
             before = found.get(row["tokens"])
             if before is None or before["is_search"] or not row["is_search"]:

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Optional
 
-WAYS = ("off", "selective", "full", "megatron", "slipstream", "inputs", "budget")
-OURS = ("slipstream", "inputs", "budget")
+RECOMPUTE_SOME = ("selective", "megatron", "slipstream")
+RECOMPUTE_ALL = ("full", "inputs", "full_tiles")
+OURS = ("slipstream", "inputs", "moved", "tiles", "full_tiles", "budget")
+WAYS = ("off", "selective", "full", "megatron", *OURS)
 """Ways with our engine."""
 
 FULL = ("layer",)
@@ -42,37 +44,50 @@ class Setup:
     """``recompute_modules`` of the ways that recompute some."""
     modules: tuple[str, ...]
     """``offload_modules`` of the ways that move some."""
+    own_modules: tuple[str, ...] = ()
+    """Those that only our engine moves, for the way that recomputes nothing."""
     optimizer: str = "none"
     device_gib: Optional[float] = None
     """Limit of torch's allocator; None for the whole device."""
     budget: Any = "auto"
+    loss_tiles: Any = 1
+    mlp_tiles: Any = 1
+    """Tiles of the sequence, of ways without their own."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of ``OffloadConfig``."""
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that tell its rows from those of others."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "own_modules"}
 
     @property
     def overrides(self) -> dict[str, Any]:
         """Options of ``TransformerConfig`` for recomputation."""
-        if self.way in ("full", "inputs"):
+        if self.way in RECOMPUTE_ALL:
             return recompute_options(FULL)
-        recomputes = self.way in ("selective", "megatron", "slipstream")
-        return recompute_options(self.recompute if recomputes else ())
+        return recompute_options(self.recompute if self.way in RECOMPUTE_SOME else ())
+
+    @property
+    def tiles(self) -> Mapping[str, Any]:
+        """Fields of ``ModelCase`` for tiles of the sequence."""
+        are_auto = self.way in ("tiles", "full_tiles")
+        given = {"loss_sequence_tiles": self.loss_tiles, "mlp_sequence_tiles": self.mlp_tiles}
+        return dict.fromkeys(given, "auto") if are_auto else given
 
     @property
     def offload_modules(self) -> tuple[str, ...]:
         """Modules to mark; none for the ways without an engine."""
-        if self.way == "inputs":
+        if self.way in RECOMPUTE_ALL and self.way in OURS:
             return ("core_attn",)  # moves nothing in recomputed layers, but one is required
+        if self.way == "moved":
+            return (*self.modules, *self.own_modules)
         return self.modules if self.way in ("megatron", *OURS) else ()
 
     @property
     def engine_options(self) -> dict[str, Any]:
         """Options of ``OffloadConfig``."""
         options = dict(self.options)
-        if self.way == "inputs":
+        if self.way in ("inputs", "tiles", "full_tiles"):
             options["offload_checkpoint_inputs"] = True
         if self.way == "budget":
             options["activation_memory_budget"] = self.budget

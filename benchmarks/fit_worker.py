@@ -31,7 +31,7 @@ from megatron_models import (
 from model_case import ModelCase
 
 from benchmarks.cases import find_case
-from benchmarks.engines import SIZE_LIMIT, offload_config
+from benchmarks.engines import SIZE_LIMIT, offload_config, own_module_names
 from benchmarks.figures import spread_of
 from benchmarks.fit_ways import OURS, Setup
 from benchmarks.measure import Step, backend_of, release_host_memory, timed_step
@@ -91,8 +91,9 @@ class FitModel:
         initialize(self._case)
         self._device_bytes = self._limit_device()
         offload = {**SIZE_LIMIT, **case.offload}
-        config = make_config(self._case, setup.offload_modules, **offload)
-        self._chunks: Sequence[Any] = build_chunks(self._case, config)
+        with own_module_names():
+            config = make_config(self._case, setup.offload_modules, **offload)
+            self._chunks: Sequence[Any] = build_chunks(self._case, config)
         self._optimizer: Any = None
         self._end_s = 0.0
         if setup.optimizer == "none":
@@ -107,7 +108,7 @@ class FitModel:
         if not use_gpu():
             overrides.pop("cross_entropy_loss_fusion", None)
             overrides.pop("cross_entropy_fusion_impl", None)
-        return dataclasses.replace(case, overrides=overrides)
+        return dataclasses.replace(case, overrides=overrides, **self._setup.tiles)
 
     def _limit_device(self) -> int:
         """Limit torch's allocator; return the bytes that it can have."""
