@@ -10,10 +10,10 @@ not the fragmentation of the allocator.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Union
 
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.layer_costs import layer_costs
@@ -22,27 +22,37 @@ from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
 from megatron.slipstream.estimate.saved_tensors import (
     CHECKPOINT_INPUTS,
     SavedTensor,
+    is_input_norm_fused,
     marked_modules,
     saved_tensors,
 )
 from megatron.slipstream.estimate.schedules import Pass, Schedule, idle_ms, rank_schedule
-from megatron.slipstream.plan.staying import Staying
-from megatron.slipstream.plan.trace import (
-    BACKWARD,
-    OUTPUT_LAYER,
-    GroupKey,
-    GroupTrace,
-    MemoryReading,
-    Step,
-    StepKind,
-    StorageTrace,
-    Trace,
+from megatron.slipstream.plan.settings import (
+    WHOLE,
+    Assignment,
+    LayerSetting,
+    describe_setting,
 )
+from megatron.slipstream.plan.staying import Staying
+from megatron.slipstream.plan.templates import (
+    ChunkLayers,
+    ChunkPass,
+    Event,
+    Mark,
+    RankTemplates,
+    ScheduledPass,
+    Template,
+    TemplateGroup,
+    TemplateStorage,
+    Work,
+)
+from megatron.slipstream.plan.trace import OUTPUT_LAYER, StepKind, Trace
 
 DEFAULT_MIN_NUMEL = 1 << 20
 """megatron-core's ``min_offloaded_tensor_size``, in elements."""
 
-KEPT_BY_SCHEDULE = "the pipeline schedule holds the stage's input"
+EXPERTS, DENSE = "experts", "dense"
+"""The kinds of layers."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +86,14 @@ class Workplan:
         )
 
     @cached_property
-    def chunks(self) -> dict[tuple[int, int], ChunkWork]:
-        """The work of one pass through each chunk, by pipeline rank and virtual stage."""
-        return {
-            (chunk.pp_rank, chunk.vp_stage): ChunkWork(self, chunk) for chunk in self.shape.chunks
-        }
+    def chunks(self) -> dict[tuple[int, int], ChunkPass]:
+        """One pass through each chunk, by pipeline rank and virtual stage."""
+        found = {}
+        for pp_rank in range(self.shape.parallelism.pp):
+            rank, assignment = self._own_templates(pp_rank)
+            for chunk in rank.passes(assignment):
+                found[pp_rank, chunk.vp_stage] = chunk
+        return found
 
     @cached_property
     def idle_ms(self) -> list[list[float]]:
@@ -91,6 +104,81 @@ class Workplan:
             return chunk.forward_ms if item.direction == "F" else chunk.backward_ms
 
         return idle_ms(self.schedules, duration_ms)
+
+    def rank_templates(
+        self, pp_rank: int, state_bytes: int, settings: Iterable[LayerSetting]
+    ) -> RankTemplates:
+        """Return the templates of a pipeline rank's layers, each in the settings that it takes.
+
+        The rank waits for others as if all layers recomputed what the shape says.
+
+        Args:
+            pp_rank: The rank.
+            state_bytes: Device memory that is always in use.
+            settings: The settings; a layer takes those whose parts it has.
+        """
+        settings = tuple(dict.fromkeys(settings))
+        single = replace(self.shape, layers_per_checkpoint=1)
+        movable = replace(self, modules=(*self.modules, CHECKPOINT_INPUTS))
+        templates: dict[str, dict[LayerSetting, Template]] = {}
+        chunks = []
+        for chunk in self.shape.chunks_of(pp_rank):
+            kinds = tuple(EXPERTS if self.shape.is_moe(layer) else DENSE for layer in chunk.layers)
+            for kind, layer in zip(kinds, chunk.layers, strict=True):
+                if kind not in templates:
+                    parts = WHOLE | set(recomputable_modules(self.shape, layer))
+                    alone = chunk._replace(layers=(layer,), is_last=False)
+                    templates[kind] = {
+                        setting: _template(movable, single.with_setting(setting), alone)
+                        for setting in settings
+                        if setting <= parts
+                    }
+            chunks.append(self._chunk_layers(chunk, kinds))
+        rank = self._rank(pp_rank, templates, chunks)
+        return self._scheduled(rank, state_bytes)
+
+    def own_templates(self, pp_rank: int, state_bytes: int = 0) -> tuple[RankTemplates, Assignment]:
+        """Return the templates of a rank that recomputes what the shape says, and the assignment.
+
+        A checkpoint of several layers counts as one layer.
+        """
+        rank, assignment = self._own_templates(pp_rank)
+        return self._scheduled(rank, state_bytes), assignment
+
+    def _own_templates(self, pp_rank: int) -> tuple[RankTemplates, Assignment]:
+        """Return the same without a schedule."""
+        shape, step = self.shape, self.shape.layers_per_checkpoint
+        templates: dict[str, dict[LayerSetting, Template]] = {}
+        chunks, assignment = [], []
+        for chunk in shape.chunks_of(pp_rank):
+            kinds = []
+            for layers in itertools.batched(chunk.layers, step):
+                settings = [shape.setting_of(layer) for layer in layers]
+                names = [EXPERTS if shape.is_moe(layer) else DENSE for layer in layers]
+                kinds.append(", ".join(map(_kind, names, settings)))
+                if kinds[-1] not in templates:
+                    run = chunk._replace(layers=layers, is_last=False)
+                    templates[kinds[-1]] = {settings[0]: _template(self, shape, run)}
+                assignment.append(settings[0])
+            chunks.append(self._chunk_layers(chunk, tuple(kinds)))
+        return self._rank(pp_rank, templates, chunks), tuple(assignment)
+
+    def _chunk_layers(self, chunk: Chunk, kinds: tuple[str, ...]) -> ChunkLayers:
+        head = _template(self, self.shape, chunk._replace(layers=()))
+        return ChunkLayers(kinds, chunk.is_first, (), (head,) if chunk.is_last else ())
+
+    def _rank(
+        self,
+        pp_rank: int,
+        templates: dict[str, dict[LayerSetting, Template]],
+        chunks: list[ChunkLayers],
+    ) -> RankTemplates:
+        return RankTemplates(templates, tuple(chunks), (), self.speed.bandwidth, 0, pp_rank)
+
+    def _scheduled(self, rank: RankTemplates, state_bytes: int) -> RankTemplates:
+        passes = zip(self.schedules[rank.pp_rank], self.idle_ms[rank.pp_rank], strict=True)
+        schedule = tuple(ScheduledPass(*item, wait_ms) for item, wait_ms in passes)
+        return replace(rank, schedule=schedule, state_bytes=state_bytes)
 
 
 def synthetic_trace(work: Workplan, pp_rank: int, state_bytes: int = 0) -> Trace:
@@ -105,94 +193,67 @@ def synthetic_trace(work: Workplan, pp_rank: int, state_bytes: int = 0) -> Trace
         A trace with times, bandwidth and memory. It has no steps if no layer of the rank has any of
         the modules.
     """
-    recorder = _Recorder(state_bytes)
-    in_flight: dict[tuple[int, int], int] = {}
-    for item, wait_ms in zip(work.schedules[pp_rank], work.idle_ms[pp_rank], strict=True):
-        chunk = work.chunks[pp_rank, item.vp_stage]
-        recorder.spend(wait_ms)
-        if item.direction == "F":
-            in_flight[item.micro_batch, item.vp_stage] = recorder.run_forward(chunk)
-        else:
-            recorder.run_backward(chunk, in_flight[item.micro_batch, item.vp_stage])
-    return recorder.finish(work, pp_rank)
+    rank, assignment = work.own_templates(pp_rank, state_bytes)
+    return rank.compose(assignment)
 
 
-class Mark(NamedTuple):
-    """Start or end of a group, by its index in the pass, or of the output layer."""
-
-    kind: StepKind
-    group: int
-    name: str
+def _kind(name: str, setting: LayerSetting) -> str:
+    return f"{name} ({describe_setting(setting)})"
 
 
-class Work(NamedTuple):
-    """Compute time and memory of a part of a layer, in forward or in backward."""
-
-    ms: float
-    live_bytes: int
-    """What it adds to the memory in use; negative if it frees."""
-    peak_bytes: int
-    """The most that it uses above what was in use before it."""
-
-
-class Managed(NamedTuple):
-    """A storage saved by groups of one pass."""
-
-    tensor: SavedTensor
-    groups: tuple[int, ...]
-    held_outside: bool
-    lingers: bool
-    """Whether something else holds it until the pass's forward returns."""
+def recomputable_modules(shape: ModelShape, layer: int) -> tuple[str, ...]:
+    """Return the ``recompute_modules`` that make a difference to a layer of this kind."""
+    experts = shape.experts if shape.is_moe(layer) else None
+    makes_sense = {
+        "layernorm": experts is not None or not is_input_norm_fused(shape),
+        "core_attn": True,
+        "mla_up_proj": shape.latent_attention is not None,
+        "mlp": experts is None,
+        "moe": experts is not None,
+        "moe_act": experts is not None,
+        "shared_experts": experts is not None and experts.shared_ffn_hidden_size > 0,
+    }
+    return tuple(name for name, does in makes_sense.items() if does)
 
 
-@dataclass
-class ChunkWork:
-    """One micro-batch's pass through one model chunk.
+def _template(work: Workplan, shape: ModelShape, chunk: Chunk) -> Template:
+    """Return the template of some layers, or of what follows the last one.
 
     Args:
-        plan: The model to plan.
-        chunk: The chunk.
+        work: Speed, modules, and the smallest tensor that moves.
+        shape: The model, with the settings of these layers.
+        chunk: These layers only; ``is_last`` stands for what follows them.
     """
+    marker = _Marker(work, shape, chunk)
+    backward = tuple(backward_pass(shape, chunk))
+    rerun = [stretch for stretch in backward if stretch.phase == "rerun"]
+    return Template(
+        tuple(marker.forward(forward_pass(shape, chunk))),
+        tuple(marker.backward(backward)),
+        tuple(marker.groups),
+        tuple(marker.storages),
+        sum(_round(stretch.ms(work.speed)) for stretch in rerun),
+        sum(max(0, stretch.live_bytes) for stretch in rerun),
+    )
 
-    plan: Workplan
-    chunk: Chunk
-    forward: list[Union[Mark, Work]] = field(default_factory=list)
-    backward: list[Union[Mark, Work]] = field(default_factory=list)
-    groups: list[str] = field(default_factory=list)
-    """The module names of the pass's groups."""
-    storages: list[Managed] = field(default_factory=list)
-    with_small: set[int] = field(default_factory=set)
-    """Groups that save tensors below the minimum size."""
 
-    def __post_init__(self) -> None:
-        shape, group_of = self.plan.shape, {}
-        for place, layer in enumerate(self.chunk.layers):
-            group_of[layer] = self._add_layer(layer, is_first=place == 0)
-        self.forward = list(self._with_marks(forward_pass(shape, self.chunk), group_of))
-        self.backward = list(self._with_marks_of_use(backward_pass(shape, self.chunk), group_of))
+class _Marker:
+    """Divides passes through layers by the marks of their groups."""
 
-    @property
-    def forward_ms(self) -> float:
-        """Compute time of its forward."""
-        return sum(item.ms for item in self.forward if isinstance(item, Work))
-
-    @property
-    def backward_ms(self) -> float:
-        """Compute time of its backward."""
-        return sum(item.ms for item in self.backward if isinstance(item, Work))
-
-    @property
-    def saved_bytes(self) -> int:
-        """All bytes that a pass saves for backward."""
-        return sum(item.live_bytes for item in self.forward if isinstance(item, Work))
+    def __init__(self, work: Workplan, shape: ModelShape, chunk: Chunk) -> None:
+        self._plan, self._shape = work, shape
+        self.groups: list[TemplateGroup] = []
+        self.storages: list[TemplateStorage] = []
+        self._group_of = {
+            layer: self._add_layer(layer, place == 0) for place, layer in enumerate(chunk.layers)
+        }
 
     def _add_layer(self, layer: int, is_first: bool) -> dict[str, int]:
         """Add a layer's groups and their storages; return its groups by name."""
-        shape = self.plan.shape
-        saved = saved_tensors(shape, layer)
-        marked = [name for name in marked_modules(shape, layer) if name in self.plan.modules]
+        work, saved = self._plan, saved_tensors(self._shape, layer)
+        marked = [name for name in marked_modules(self._shape, layer) if name in work.modules]
         group_of = {name: len(self.groups) + place for place, name in enumerate(marked)}
-        self.groups += marked
+        with_small: set[int] = set()
         savers: dict[str, list[str]] = {}
         tensors: dict[str, SavedTensor] = {}
         for part, items in saved.items():
@@ -201,27 +262,23 @@ class ChunkWork:
                 tensors.setdefault(tensor.name, tensor)
         for name, tensor in tensors.items():
             groups = tuple(group_of[part] for part in savers[name] if part in group_of)
-            if groups and tensor.numel < self.plan.min_numel:
-                self.with_small.update(groups)
+            if groups and tensor.numel < work.min_numel:
+                with_small.update(groups)
             elif groups:
+                held_outside = len(groups) < len(savers[name]) or bool(tensor.kept_by)
                 is_input = is_first and name == "layer_input"
-                held_outside = (
-                    len(groups) < len(savers[name])
-                    or bool(tensor.kept_by)
-                    or (is_input and not self.chunk.is_first)
-                )
-                lingers = is_input and self.chunk.is_first
-                self.storages.append(Managed(tensor, groups, held_outside, lingers))
+                self.storages.append(TemplateStorage(tensor.nbytes, groups, held_outside, is_input))
+        for name, group in group_of.items():
+            stays = (Staying.SMALL.text,) if group in with_small else ()
+            self.groups.append(TemplateGroup(name, stays))
         return group_of
 
-    def _with_marks(
-        self, stretches: Iterable[Stretch], group_of: dict[int, dict[str, int]]
-    ) -> Iterator[Union[Mark, Work]]:
+    def forward(self, stretches: Iterable[Stretch]) -> Iterator[Event]:
         """Yield the work of forward, and the marks of groups and of the output layer."""
         for stretch in stretches:
-            groups = group_of.get(stretch.layer, {})
-            is_output = stretch.part == OUTPUT_LAYER and bool(self.groups)
-            spans = {name: _span(name, self.plan.shape, stretch.layer) for name in groups}
+            groups = self._group_of.get(stretch.layer, {})
+            is_output = stretch.part == OUTPUT_LAYER
+            spans = {name: _span(name, self._shape, stretch.layer) for name in groups}
             for name, span in spans.items():
                 if stretch.part == span[0]:
                     yield Mark(StepKind.FORWARD_START, groups[name], name)
@@ -234,19 +291,17 @@ class ChunkWork:
                 if stretch.part == span[-1]:
                     yield Mark(StepKind.FORWARD_COMMIT, groups[name], name)
 
-    def _with_marks_of_use(
-        self, stretches: Iterable[Stretch], group_of: dict[int, dict[str, int]]
-    ) -> Iterator[Union[Mark, Work]]:
+    def backward(self, stretches: Iterable[Stretch]) -> Iterator[Event]:
         """Yield the work of backward, and a mark where a group is first read.
 
         A part that runs again reads what it saved: [Note: Recomputation reads first] in ``trace``.
         """
         used: set[int] = set()
         for stretch in stretches:
-            groups = group_of.get(stretch.layer, {})
-            is_output = stretch.part == OUTPUT_LAYER and bool(self.groups)
+            groups = self._group_of.get(stretch.layer, {})
+            is_output = stretch.part == OUTPUT_LAYER
             for name in reversed(groups):
-                is_read = stretch.part in _span(name, self.plan.shape, stretch.layer)
+                is_read = stretch.part in _span(name, self._shape, stretch.layer)
                 if is_read and groups[name] not in used:
                     used.add(groups[name])
                     yield Mark(StepKind.BACKWARD_USE, groups[name], name)
@@ -257,7 +312,7 @@ class ChunkWork:
                 yield Mark(StepKind.OUTPUT_BACKWARD_END, -2, OUTPUT_LAYER)
 
     def _work(self, stretch: Stretch) -> Work:
-        ms = _round(stretch.ms(self.plan.speed))
+        ms = _round(stretch.ms(self._plan.speed))
         return Work(ms, stretch.live_bytes, stretch.peak_bytes)
 
 
@@ -282,97 +337,3 @@ def _span(module: str, shape: ModelShape, layer: int) -> Sequence[str]:
         return parts
     first, last = parts.index(module), parts.index(_LAST_PARTS.get(module, module))
     return parts[first : last + 1]
-
-
-class _Recorder:
-    """Records consecutive passes as a trace."""
-
-    def __init__(self, state_bytes: int) -> None:
-        self._live_bytes = state_bytes
-        self._steps: list[Step] = []
-        self._step_ms: list[float] = []
-        self._peaks: list[int] = []
-        self._allocated: list[int] = []
-        self._groups: list[GroupTrace] = []
-        self._storages: list[StorageTrace] = []
-        self._num_passes = 0
-        self._early_ms, self._early_peak_bytes = 0.0, state_bytes
-
-    def run_forward(self, chunk: ChunkWork) -> int:
-        """Record a pass's forward and return the index of the pass."""
-        chunk_pass = self._num_passes
-        self._num_passes += 1
-        self._run(chunk.forward, chunk_pass)
-        self._add_storages(chunk, chunk_pass)
-        return chunk_pass
-
-    def run_backward(self, chunk: ChunkWork, chunk_pass: int) -> None:
-        """Record the pass's backward."""
-        if chunk.groups:
-            self._mark(chunk_pass, Mark(StepKind.BACKWARD_START, -1, BACKWARD))
-        self._run(chunk.backward, chunk_pass)
-
-    def _run(self, events: Iterable[Union[Mark, Work]], chunk_pass: int) -> None:
-        for event in events:
-            if isinstance(event, Mark):
-                self._mark(chunk_pass, event)
-            else:
-                self._note_peak(event.peak_bytes)
-                self._live_bytes += event.live_bytes
-                self.spend(event.ms)
-
-    def spend(self, ms: float) -> None:
-        """Add time to the latest step, or to the time before the first one."""
-        if self._steps:
-            self._step_ms[-1] += ms
-        else:
-            self._early_ms += ms
-
-    def finish(self, work: Workplan, pp_rank: int) -> Trace:
-        """Return the recorded trace."""
-        readings = map(MemoryReading, self._allocated, self._peaks, [0] * len(self._steps))
-        return Trace(
-            tuple(self._steps),
-            tuple(self._groups),
-            tuple(self._storages),
-            pp_rank,
-            tuple(readings),
-            tuple(self._step_ms),
-            work.speed.bandwidth,
-        )
-
-    def _mark(self, chunk_pass: int, mark: Mark) -> None:
-        self._steps.append(Step(mark.kind, GroupKey(chunk_pass, mark.group), mark.name))
-        self._step_ms.append(self._early_ms)
-        self._peaks.append(max(self._live_bytes, self._early_peak_bytes))
-        self._allocated.append(self._live_bytes)
-        self._early_ms = self._early_peak_bytes = 0
-
-    def _note_peak(self, more_bytes: int) -> None:
-        peak = self._live_bytes + more_bytes
-        if self._peaks:
-            self._peaks[-1] = max(self._peaks[-1], peak)
-        else:
-            self._early_peak_bytes = max(self._early_peak_bytes, peak)
-
-    def _add_storages(self, chunk: ChunkWork, chunk_pass: int) -> None:
-        first = len(self._storages)
-        held: dict[int, list[int]] = {}
-        for place, managed in enumerate(chunk.storages):
-            holders = tuple(GroupKey(chunk_pass, group) for group in managed.groups)
-            lingers_until = len(self._steps) if managed.lingers else 0
-            self._storages.append(
-                StorageTrace(managed.tensor.nbytes, holders, managed.held_outside, lingers_until)
-            )
-            for group in managed.groups:
-                held.setdefault(group, []).append(first + place)
-        self._groups += [
-            GroupTrace(
-                GroupKey(chunk_pass, group),
-                name,
-                chunk.chunk.vp_stage,
-                tuple(held.get(group, ())),
-                stays=(Staying.SMALL.text,) if group in chunk.with_small else (),
-            )
-            for group, name in enumerate(chunk.groups)
-        ]

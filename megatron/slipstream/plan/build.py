@@ -59,7 +59,7 @@ def _select(trace: Trace, options: PolicyOptions) -> tuple[Selection, tuple[Stor
     """Return what moves, and the host memory that it would need without a limit."""
     moving, reasons = select_groups(trace, options)
     selection = select(trace, options, moving, reasons)
-    storages = _storage_plans(trace, selection.moving, selection.steps)
+    storages = storage_plans(trace, selection.moving, selection.steps)
     needed = peak_in_use_bytes(len(trace.steps), host_intervals(storages))
     limit = options.host_memory_limit_bytes
     if limit is not None and needed > limit:
@@ -67,14 +67,14 @@ def _select(trace: Trace, options: PolicyOptions) -> tuple[Selection, tuple[Stor
         candidates = moving | may_hide(trace, options, reasons)
         intervals = host_intervals(storages)
         if trace.is_timed:
-            intervals = _longest_intervals(trace, candidates)
+            intervals = longest_intervals(trace, candidates)
         reasons |= keep_within_host_memory(trace, sorted(candidates), intervals, limit)
         selection = select(trace, options, moving - reasons.keys(), reasons)
-        storages = _storage_plans(trace, selection.moving, selection.steps)
+        storages = storage_plans(trace, selection.moving, selection.steps)
     inflight_limit = options.max_inflight_offloads
     if inflight_limit is not None:
         selection = keep_to_inflight_limit(trace, inflight_limit, selection)
-        storages = _storage_plans(trace, selection.moving, selection.steps)
+        storages = storage_plans(trace, selection.moving, selection.steps)
     return selection, storages, needed
 
 
@@ -87,7 +87,7 @@ def _without(trace: Trace, staying: Collection[int]) -> Trace:
     return replace(trace, storages=storages)
 
 
-def _longest_intervals(trace: Trace, moving: frozenset[GroupKey]) -> list[HostInterval]:
+def longest_intervals(trace: Trace, moving: frozenset[GroupKey]) -> list[HostInterval]:
     """Return the longest interval in which each storage could need host memory.
 
     In a timed trace, the steps of moving groups depend on which groups are kept. With the longest
@@ -182,11 +182,12 @@ def _lowering_no_peak(
     return frozenset(useless)
 
 
-def _storage_plans(
+def storage_plans(
     trace: Trace,
     moving: frozenset[GroupKey],
     timing: Mapping[GroupKey, tuple[int, int]],
 ) -> tuple[StoragePlan, ...]:
+    """Return the plans of the storages that move if these groups do, with the steps of each."""
     plans = []
     kept = _kept_storages(trace, moving)
     for index, storage in enumerate(trace.storages):

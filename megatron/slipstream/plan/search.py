@@ -171,13 +171,17 @@ def _without_costliest_bytes(model: IterationModel, best: Choice) -> Choice:
 
 
 def choose_for_memory(
-    model: IterationModel, movable: frozenset[GroupKey], target_bytes: float
+    model: IterationModel,
+    movable: frozenset[GroupKey],
+    target_bytes: float,
+    max_steps: int = MAX_STEPS_OF_CHANGES,
 ) -> tuple[Choice, Bound]:
     """Find the choice with the least stall time for a device peak of at most ``target_bytes``.
 
-    If no plan reaches that peak, minimize the time for the lowest possible peak.
+    If no plan reaches that peak, minimize the time for the lowest possible peak. ``max_steps``
+    limits the total steps of the iterations that are timed to improve on the first result.
     """
-    search = _Search(model, movable)
+    search = _Search(model, movable, max_steps)
     peak = max(target_bytes, search.bounds.lowest_peak_bytes())
     lower = search.bounds.least_stall_ms(peak)
     best = search.fastest(peak, lower)
@@ -214,10 +218,16 @@ def _by_stall(peak_bytes: float) -> Callable[[Choice], tuple[float, float, int]]
 class _Search:
     """Searches sets of groups for a given peak or time."""
 
-    def __init__(self, model: IterationModel, movable: frozenset[GroupKey]) -> None:
+    def __init__(
+        self,
+        model: IterationModel,
+        movable: frozenset[GroupKey],
+        max_steps: int = MAX_STEPS_OF_CHANGES,
+    ) -> None:
         self.bounds = LowerBounds(model, movable)
         self._model = model
         self._movable = movable
+        self._max_steps = max_steps
         self._is_large = len(movable) > MAX_CHANGED_GROUPS
         self._most_absent = model.most_absent_bytes(movable)
         self._jobs = _by_time_away(model, movable)
@@ -234,7 +244,7 @@ class _Search:
         key = _by_stall(peak_bytes)
         goal_ms = lower_ms * (1 + NEAR) + MIN_STALL_MS
         best = min(self._candidates(peak_bytes, goal_ms), key=key)
-        if self._is_large:
+        if self._is_large or not self._max_steps:
             return best
         return self._without_superfluous(self._improved(best, peak_bytes, goal_ms), peak_bytes)
 
@@ -347,7 +357,7 @@ class _Search:
     def _without_superfluous(self, best: Choice, peak_bytes: float) -> Choice:
         """Drop groups, largest first, whose move helps neither the peak nor the time."""
         limit_bytes = max(peak_bytes, best.timing.peak_bytes)
-        most = MAX_STEPS_OF_CHANGES // len(self._model.trace.steps)
+        most = self._max_steps // len(self._model.trace.steps)
         largest_first = sorted(self._jobs, key=lambda job: -job.out_bytes)
         for job in itertools.islice(largest_first, most):
             if job.key in best.moving:
@@ -375,7 +385,7 @@ class _Search:
         of them do.
         """
         keys = [job.key for job in self._jobs]
-        most = MAX_STEPS_OF_CHANGES // len(self._model.trace.steps)
+        most = self._max_steps // len(self._model.trace.steps)
         if self._tries_all:
             sizes = range(len(keys) + 1)
             subsets = (itertools.combinations(keys, size) for size in sizes)
@@ -396,7 +406,7 @@ class _Search:
 
     @property
     def _tries_all(self) -> bool:
-        return 2 ** len(self._jobs) * len(self._model.trace.steps) <= MAX_STEPS_OF_CHANGES
+        return 2 ** len(self._jobs) * len(self._model.trace.steps) <= self._max_steps
 
     def _leanest(self, choice: Choice, budget_ms: float) -> Choice:
         """Reach the same peak with fewer moving groups, if possible."""

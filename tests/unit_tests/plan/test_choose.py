@@ -1,0 +1,142 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What layers recompute is chosen within its limits, and as well as by trying everything."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from megatron.slipstream.estimate.gpus import find_speed
+from megatron.slipstream.estimate.model_shapes import Experts, ModelShape, Parallelism
+from megatron.slipstream.estimate.synthetic import Workplan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.check import check_plan
+from megatron.slipstream.plan.choose import Limit, choose
+from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
+from megatron.slipstream.plan.templates import RankTemplates
+from megatron.slipstream.plan.walk import simulate
+
+MLP = LayerSetting({"mlp"})
+MOE_ACT = LayerSetting({"moe_act"})
+DENSE = ModelShape(
+    num_layers=5,
+    hidden_size=2048,
+    num_attention_heads=16,
+    ffn_hidden_size=8192,
+    vocab_size=8192,
+    seq_length=8192,
+    num_query_groups=4,
+)
+MIXED = replace(
+    DENSE,
+    num_layers=4,
+    experts=Experts(num_experts=8, topk=2, ffn_hidden_size=2048),
+    moe_layers=(False, True, True, True),
+)
+STATE_BYTES = 10**9
+
+
+def rank_of(
+    shape: ModelShape, gb_per_s: float = 20.0, count: int = 1, pp_rank: int = 0
+) -> RankTemplates:
+    modules = ("qkv_linear", "core_attn", "attn_proj", "expert_fc1", "moe_act")
+    work = Workplan(shape, find_speed("h100", gb_per_s=gb_per_s), modules, count)
+    return work.rank_templates(pp_rank, STATE_BYTES, (NOTHING, MLP, MOE_ACT, WHOLE))
+
+
+def budget_of(rank: RankTemplates, share: float) -> int:
+    """A share of the activations, beside the state."""
+    peak = max(rank.compose((NOTHING,) * len(rank.kinds)).present_bytes)
+    return int(STATE_BYTES + share * (peak - STATE_BYTES))
+
+
+def best_of_all(rank: RankTemplates, budget_bytes: int, host_bytes: int | None = None) -> float:
+    """The least time of all assignments that are within the budget."""
+    settings = [tuple(rank.templates[kind]) for kind in rank.kinds]
+    options = PolicyOptions(target_memory_bytes=budget_bytes, host_memory_limit_bytes=host_bytes)
+    times = [float("inf")]
+    for assignment in itertools.product(*settings):
+        plan = build_plan(rank.compose(assignment, marks_all=True), options)
+        if max(plan.device_bytes) <= budget_bytes:
+            times.append(simulate(plan).total_ms)
+    return min(times)
+
+
+@pytest.mark.parametrize("shape", [DENSE, MIXED], ids=["dense", "mixed"])
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.45])
+def test_no_assignment_of_a_small_model_is_faster(shape: ModelShape, share: float) -> None:
+    rank = rank_of(shape)
+    budget = budget_of(rank, share)
+    choice = choose(rank, budget)
+    best_ms = best_of_all(rank, budget)
+    assert choice.fits == (best_ms < float("inf"))
+    if choice.fits:
+        assert choice.peak_bytes <= budget
+        assert choice.total_ms <= best_ms * 1.01
+
+
+def test_the_plan_is_one_that_can_run_and_says_what_it_costs() -> None:
+    rank = rank_of(DENSE)
+    choice = choose(rank, budget_of(rank, 0.5))
+    check_plan(choice.plan)
+    assert choice.plan.trace == rank.compose(choice.assignment, marks_all=True)
+    assert choice.peak_bytes == max(choice.plan.device_bytes)
+    assert choice.total_ms == simulate(choice.plan).total_ms
+    templates = rank.layer_templates(choice.assignment)
+    assert choice.recompute_ms == sum(item.recompute_ms for item in templates) > 0
+    assert choice.moved_bytes == choice.plan.moved_nbytes > 0
+
+
+def test_nothing_is_recomputed_that_fits() -> None:
+    rank = rank_of(DENSE)
+    choice = choose(rank, budget_of(rank, 1.0))
+    assert choice.assignment == (NOTHING,) * 5
+    assert (choice.moved_bytes, choice.recompute_ms, choice.limit) == (0, 0, Limit.NONE)
+
+
+def test_a_budget_that_nothing_meets_gives_the_lowest_peak() -> None:
+    rank = rank_of(DENSE)
+    choice = choose(rank, STATE_BYTES)
+    assert not choice.fits
+    assert choice.limit is Limit.STATE
+    peaks = []
+    for assignment in itertools.product(rank.templates["dense"], repeat=5):
+        plan = build_plan(rank.compose(assignment), PolicyOptions(target_memory_bytes=STATE_BYTES))
+        peaks.append(max(plan.device_bytes))
+    assert choice.peak_bytes <= min(peaks) * 1.01
+    assert choose(rank, choice.peak_bytes).fits
+
+
+def test_a_small_host_recomputes_more() -> None:
+    rank = rank_of(DENSE, gb_per_s=200.0)
+    budget = budget_of(rank, 0.5)
+    free = choose(rank, budget)
+    limit = free.plan.peak_host_bytes // 3
+    choice = choose(rank, budget, limit)
+    assert choice.fits
+    assert choice.plan.peak_host_bytes <= limit
+    assert choice.recompute_ms > free.recompute_ms
+    assert choice.limit is Limit.HOST
+    assert choice.total_ms <= best_of_all(rank, budget, limit) * 1.01
+
+
+@pytest.mark.parametrize("pp_rank", [0, 1])
+def test_each_rank_of_a_pipeline_keeps_its_budget(pp_rank: int) -> None:
+    shape = replace(DENSE, num_layers=8, parallelism=Parallelism(pp=2, vpp=2))
+    rank = rank_of(shape, count=6, pp_rank=pp_rank)
+    for share in (0.8, 0.5):
+        budget = budget_of(rank, share)
+        choice = choose(rank, budget)
+        assert choice.fits
+        assert choice.peak_bytes <= budget
+        assert choice.recompute_ms > 0 or choice.moved_bytes > 0
+
+
+def test_without_a_bandwidth_nothing_is_chosen() -> None:
+    rank = replace(rank_of(DENSE), bandwidth=None)
+    with pytest.raises(ValueError, match="bandwidth is None"):
+        choose(rank, 10**12)
