@@ -50,6 +50,8 @@ ONE_RANK = {
             "hidden_dropout": 0.1,
         },
     ),
+    "MLPs in tiles": ModelCase("dense", mlp_sequence_tiles=3, loss_sequence_tiles=3),
+    "dropless experts in tiles": ModelCase("moe", sync_free_experts=True, mlp_sequence_tiles=3),
     "FP8": ModelCase("dense", overrides={**FP8, **DROPOUT}),
     "packed, MLA": ModelCase("mla", is_packed=True, micro_batch_size=1),
 }
@@ -217,6 +219,8 @@ ON_GPU = {
     "experts, dropless": on_gpu(ModelCase("moe", sync_free_experts=True), **DROPLESS),
     "norms recomputed": on_gpu(ONE_RANK["norms recomputed"], **DROPOUT),
     "attention recomputed": on_gpu(ONE_RANK["attention recomputed"]),
+    "MLPs in tiles": on_gpu(ONE_RANK["MLPs in tiles"], **DROPOUT),
+    "dropless experts in tiles": on_gpu(ONE_RANK["dropless experts in tiles"], **DROPLESS),
     "FP8": on_gpu(ModelCase(), **FP8, **DROPOUT),
     "FP8, blocks": on_gpu(ModelCase(), **BLOCKS, **DROPOUT),
     "FP8, experts": on_gpu(ModelCase("moe"), **FP8, **EXPERTS),

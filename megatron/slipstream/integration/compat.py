@@ -275,6 +275,7 @@ class _GPT:
 
         self.transformer = core_transformer_config_from_args(args)
         self.transformer_layer_spec: Callable[..., Any] = self._layer_spec
+        self.pre_wrap_hooks: list[Callable[[list[torch.nn.Module]], list[torch.nn.Module]]] = []
         self._args = args
 
     def build_model(
@@ -284,7 +285,7 @@ class _GPT:
         from megatron.core.models.gpt import GPTModel
 
         args = self._args
-        return GPTModel(
+        model = GPTModel(
             config=self.transformer,
             transformer_layer_spec=self.transformer_layer_spec(self, vp_stage=vp_stage),
             vocab_size=args.padded_vocab_size,
@@ -302,6 +303,9 @@ class _GPT:
             pg_collection=pg_collection,
             vp_stage=vp_stage,
         )
+        for hook in self.pre_wrap_hooks:
+            (model,) = hook([model])
+        return model
 
     def _layer_spec(self, _: Any, vp_stage: Optional[int]) -> Any:
         return gpt_block_spec(self._args, self.transformer, vp_stage)

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[ModelCase, dict[str, Any]]] = {
     "not gated": (ModelCase(num_layers=2, overrides={"gated_linear_unit": False}), MLP),
     "mla": (ModelCase("mla", num_layers=2), BOTH),
     "mixed": (ModelCase("mixed", num_layers=2), BOTH),
+    "sync-free experts": (ModelCase("moe", num_layers=2, sync_free_experts=True), BOTH),
     "hybrid": (ModelCase("hybrid"), BOTH),
     "recomputed": (
         ModelCase(
