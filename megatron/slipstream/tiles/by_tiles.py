@@ -110,7 +110,7 @@ class _ByTiles(torch.autograd.Function):
             found = torch.autograd.grad(
                 output, asked_for, gradient[rows].contiguous(), allow_unused=True
             )
-            del output, tiles
+            del output, tiles, asked_for
             of_tiles = iter(found)
             for whole in gradients:
                 if whole is not None:

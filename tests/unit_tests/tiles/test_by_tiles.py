@@ -100,13 +100,13 @@ def test_a_tile_is_gone_before_the_next_begins() -> None:
         def forward(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             assert [r for r in alive if r() is not None] == []
             inside = self.first(rows)
-            alive.append(weakref.ref(inside))
             output: torch.Tensor = self.second(torch.relu(inside) * weights.unsqueeze(-1))
+            alive.extend(map(weakref.ref, (rows, inside, output)))
             return output
 
     model = Watched()
     results(lambda given: by_tiles(model, THREE, given), model)
-    assert len(alive) == 6
+    assert len(alive) == 6 * 3
 
 
 def test_only_the_inputs_are_saved() -> None:
@@ -237,3 +237,23 @@ def test_without_gradients_nothing_is_saved() -> None:
         output = by_tiles(model, THREE, inputs())
     assert not output.requires_grad
     torch.testing.assert_close(output, model(*inputs()).detach())
+
+
+def test_gradients_of_a_tile_are_gone_before_the_next_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once they are in ``main_grad``; weights take more memory than a tile."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    compute = torch.autograd.grad
+
+    def grad(output: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        assert [tensor for tensor in alive if tensor() is not None] == []
+        found = compute(output, *arguments, **options)
+        alive.extend(weakref.ref(tensor) for tensor in found if tensor is not None)
+        return found
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    model = TwoLayers()
+    with_main_grad(model)
+    results(lambda given: by_tiles(model, THREE, given), model)
+    assert len(alive) == 3 * 5
