@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from model_case import DENSE_MODULES, MLP_MODULES, MOE_MODULES
+from model_case import DENSE_MODULES, MLP_MODULES, MOE_MODULES, OWN_MODULES
 
 from benchmarks.case import Case, Variant
 from benchmarks.engine_cases import DENSE, MLA_MOE, SMOKE
@@ -25,15 +25,22 @@ def _variants(
         Variant(tuple(modules.split()) or ("-",), recompute=tuple(parts.split()))
         for parts in recomputed
         for modules in ("", *moved)
-        if parts or modules
+        if (parts or modules) and not _conflict(parts.split(), modules.split())
     ]
     # core_attn moves nothing of a recomputed layer; the layer's input moves.
     whole = [Variant(modules, recompute=FULL) for modules in (("-",), ("core_attn",))]
     return (*budgets, *by_hand, *whole)
 
 
+def _conflict(recomputed: Sequence[str], moved: Sequence[str]) -> bool:
+    """Whether a part is recomputed of which something moves, which is refused."""
+    inside = {"mlp": {*MLP_MODULES}, "moe": {"expert_fc1", "moe_act"}}
+    return any(inside.get(part, set()) & set(moved) for part in recomputed)
+
+
+_ALL_DENSE = (*DENSE_MODULES, *OWN_MODULES["dense"])
 _DENSE = _variants(
-    DENSE_MODULES,
+    _ALL_DENSE,
     ("", "core_attn", "mlp", "core_attn mlp"),
     (
         *("qkv_linear", "core_attn", "core_attn attn_proj", "qkv_linear core_attn attn_proj"),
@@ -41,7 +48,7 @@ _DENSE = _variants(
     ),
 )
 _MLA = _variants(
-    MOE_MODULES,
+    (*MOE_MODULES, *OWN_MODULES["mla"], "expert_fc2", "shared_experts"),
     (
         *("", "layernorm", "mla_up_proj", "moe_act", "mla_up_proj layernorm moe_act"),
         *("moe mlp", "moe mlp mla_up_proj"),
@@ -78,7 +85,7 @@ BUDGET_CASES: tuple[Case, ...] = (
         "budgets_smoke",
         "three tiny layers, likewise, for trying it without a GPU",
         SMOKE,
-        _variants(DENSE_MODULES, ("mlp",), ("core_attn attn_proj",)),
+        _variants(_ALL_DENSE, ("mlp",), ("core_attn attn_proj",)),
         num_micro_batches=1,
         offload={"min_offloaded_tensor_size": 1},
         needs_gpu=False,

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Optional
 
+from model_case import MLP_MODULES
+
 RECOMPUTE_SOME = ("selective", "megatron", "slipstream")
 RECOMPUTE_ALL = ("full", "inputs", "full_tiles")
 OURS = ("slipstream", "inputs", "moved", "tiles", "full_tiles", "budget")
@@ -79,8 +81,10 @@ class Setup:
         """Modules to mark; none for the ways without an engine."""
         if self.way in RECOMPUTE_ALL and self.way in OURS:
             return ("core_attn",)  # moves nothing in recomputed layers, but one is required
-        if self.way == "moved":
-            return (*self.modules, *self.own_modules)
+        if self.way in ("moved", "budget"):
+            in_tiles = MLP_MODULES if self.tiles["mlp_sequence_tiles"] != 1 else ()
+            own = (name for name in self.own_modules if name not in in_tiles)
+            return (*self.modules, *own)
         return self.modules if self.way in ("megatron", *OURS) else ()
 
     @property
