@@ -29,6 +29,7 @@ OWN_MODULES: Mapping[str, str] = {
 """Names of modules that Slipstream marks, with the tensors saved for backward."""
 
 OF_DENSE_MLP = frozenset({"mlp_fc1", "mlp_act", "mlp_fc2"})
+OUTSIDE_LAYERS = frozenset({"embedding", "output_layer"})
 OF_LATENT_ATTENTION = frozenset({"mla_down_proj", "mla_up_proj"})
 
 
@@ -99,6 +100,13 @@ OWN_MODULE_RULES: tuple[Rule, ...] = (
         "with cuda_graph_impl='local'",
         "only megatron-core's expert modules move outside of its graphs",
         "set cuda_graph_impl='transformer_engine'",
+    ),
+    _refused(
+        OUTSIDE_LAYERS,
+        lambda f: getattr(f, "cuda_graph_granularity", None) == "chunk",
+        "with cuda_graph_granularity='chunk'",
+        "these modules run outside of the graphs, which hold the host memory",
+        "set cuda_graph_granularity='layer'",
     ),
     _refused(
         OF_DENSE_MLP,

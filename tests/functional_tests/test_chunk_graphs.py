@@ -12,6 +12,7 @@ from typing import Any, Optional
 import pytest
 from fp8_recipes import RECIPES, skip_without_recipe
 from gpu_models import FUSED_ROPE, MLA_SIZES, on_gpu
+from model_case import MLP_MODULES
 from ranks import TIMEOUT_S, run_ranks
 from replayed_gpt import DROP_AND_PAD, EXPERT_BIAS, Replayed, compare, replay_again, train_and_leave
 from timed_backend import take_times_on_cpu
@@ -114,7 +115,7 @@ def test_pipelines(case: ModelCase, counts: Sequence[int]) -> None:
 def test_offloading_inside_the_graphs(name: str) -> None:
     case, counts = PIPELINES[name]
     case = dataclasses.replace(case, num_layers=8)  # the last layer of a chunk stays
-    modules = DENSE_MODULES if case.kind == "dense" else MOE_MODULES
+    modules = DENSE_MODULES + MLP_MODULES if case.kind == "dense" else MOE_MODULES
     for result in check(2, case, counts, None, modules, "cpu-lazy"):
         assert len(result.moved_bytes) == (case.vpp or 1)
         assert min(result.moved_bytes) > 0
@@ -273,7 +274,7 @@ def test_fifty_iterations(name: str) -> None:
 def test_offloading_inside_the_graphs_on_one_gpu(name: str) -> None:
     skip_without_recipe(ON_GPU[name].overrides)
     case = ModelCase(**{**vars(ON_GPU[name]), "num_layers": 8})  # the last layer stays
-    modules = DENSE_MODULES if case.kind == "dense" else MOE_MODULES
+    modules = DENSE_MODULES + MLP_MODULES if case.kind == "dense" else MOE_MODULES
     (result,) = check(1, case, random_counts(8), None, modules)
     assert min(result.moved_bytes) > 0
 
@@ -316,7 +317,7 @@ def test_other_layouts_of_two_gpus(name: str) -> None:
 @pytest.mark.parametrize("name", ["EP2", "EP2, dropless", "TP2, sequence parallel", "CP2"])
 def test_offloading_inside_the_graphs_of_other_layouts(name: str) -> None:
     case = dataclasses.replace(LAYOUTS[name], num_layers=8)  # the last layer stays
-    modules = DENSE_MODULES if case.kind == "dense" else MOE_MODULES
+    modules = DENSE_MODULES + MLP_MODULES if case.kind == "dense" else MOE_MODULES
     for result in check(2, case, random_counts(6), None, modules):
         assert min(result.moved_bytes) > 0
 

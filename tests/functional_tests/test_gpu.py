@@ -11,6 +11,7 @@ import pytest
 from fp8_recipes import RECIPES, skip_without_recipe
 from gpu_models import DENSE, MIN_NUMEL, MLA, MOE, PLAN_TOLERANCE
 from host_bound import waits_everywhere
+from model_case import MLP_MODULES, OWN_MODULES
 from ranks import run_ranks
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, compare, skip_without_model
 
@@ -63,6 +64,41 @@ def test_moe(modules: tuple[str, ...]) -> None:
 def test_mla(modules: tuple[str, ...]) -> None:
     result = _check(MLA, modules, (1, 2, 2, 1))
     assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
+
+
+SHARED = replace(MOE, overrides={**MOE.overrides, "moe_shared_expert_intermediate_size": 1024})
+OWN = [
+    *((DENSE, (name,)) for name in (*MLP_MODULES, "output_layer")),
+    *((SHARED, (name,)) for name in ("expert_fc2", "shared_experts")),
+    *((MLA, (name,)) for name in ("mla_down_proj", "mla_up_proj")),
+    (DENSE, (*DENSE_MODULES, *OWN_MODULES["dense"])),
+    (SHARED, (*MOE_MODULES, *OWN_MODULES["moe"])),
+    (MLA, (*DENSE_MODULES, *OWN_MODULES["mla"])),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case, modules", OWN, ids=[f"{case.kind} {'+'.join(modules)}" for case, modules in OWN]
+)
+def test_modules_that_slipstream_marks(case: ModelCase, modules: tuple[str, ...]) -> None:
+    result = _check(case, modules, (2, 2, 2))
+    assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
+    # The tokens are all that the embedding saves; norms are part of the next linear layer.
+    silent = {"embedding", "attn_norm", "mlp_norm"}
+    assert {*modules} - {*result.moved_modules} <= (silent if len(modules) > 1 else set())
+
+
+@pytest.mark.gpu
+def test_nearly_all_that_a_dense_layer_saves_moves() -> None:
+    """megatron-core's modules save 6 of 17 times the hidden states; the last layer stays."""
+    marked, everything = (
+        _check(DENSE, modules, (1, 1, 1)).moved_bytes
+        for modules in (DENSE_MODULES, (*DENSE_MODULES, *MLP_MODULES))
+    )
+    hidden = DENSE.seq_length * DENSE.hidden_size * 2 * (DENSE.num_layers - 1)
+    assert marked == pytest.approx(6 * hidden, rel=0.02)
+    assert everything == pytest.approx(17 * hidden, rel=0.02)
 
 
 @pytest.mark.gpu
@@ -254,7 +290,9 @@ def _sequence_parallel(case: ModelCase) -> ModelCase:
     ],
 )
 def test_two_ranks(case: ModelCase, counts: tuple[int, ...]) -> None:
-    modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
+    modules = (*DENSE_MODULES, *MLP_MODULES, "output_layer")
+    if case.kind == "moe":
+        modules = (*MOE_MODULES, "expert_fc2", "output_layer")
     results = run_ranks(2, compare, case, modules, "cuda", counts, dict(MIN_NUMEL))
     print(*results, sep="\n")
     assert [result.difference for result in results] == [None, None]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from fp8_recipes import RECIPES, skip_without_recipe
 from graphed_models import NUM_EAGER_STEPS, Training, compare, graph_memory, with_graphs
-from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
+from model_case import DENSE_MODULES, MLP_MODULES, MOE_MODULES, SHARED_EXPERTS, ModelCase
 from ranks import run_ranks
 
 from megatron.slipstream.config import OffloadConfig
@@ -92,7 +92,7 @@ SCOPES = [("dense", scope) for scope in DENSE_SCOPES] + [("moe", scope) for scop
 
 def _sets(kind: str) -> tuple[tuple[str, ...], ...]:
     if kind == "dense":
-        return (("core_attn", "attn_proj"), ("qkv_linear",), DENSE_MODULES)
+        return (("core_attn", "attn_proj"), ("qkv_linear",), DENSE_MODULES + MLP_MODULES)
     return (("core_attn",), ("expert_fc1", "moe_act"), MOE_MODULES)
 
 
@@ -193,6 +193,21 @@ MORE = {
         f"FP8, {name}": (DENSE, recipe, (), DENSE_MODULES, {"qkv_linear", "core_attn"})
         for name, recipe in RECIPES.items()
     },
+    "MLP of dense layers": (DENSE, {}, ("mlp",), MLP_MODULES, {*MLP_MODULES}),
+    "shared experts": (
+        MOE,
+        SHARED_EXPERTS,
+        ("attn", "moe_router"),
+        ("core_attn", "expert_fc2", "shared_experts"),
+        {"core_attn", "shared_experts"},
+    ),
+    "projections of MLA": (
+        MLA,
+        {},
+        (),
+        ("mla_down_proj", "mla_up_proj"),
+        {"mla_down_proj", "mla_up_proj"},
+    ),
     "FP8, experts": (
         MOE,
         RECIPES["tensorwise"],

@@ -22,7 +22,8 @@ from megatron.slipstream.fine_grained_activation_offload.manager import (
 NUM_RANKS = 2
 
 
-ENGINES = {"all": (MOE_MODULES, "cpu-lazy")}
+MODULES = (*MOE_MODULES, "expert_fc2", "output_layer")
+ENGINES = {"all": (MODULES, "cpu-lazy")}
 ENGINES |= {module: ((module,), "cpu") for module in ("attn_norm", "mlp_norm")}
 
 
@@ -45,8 +46,9 @@ def _compare(name: str, recomputes: bool) -> list[InNodes]:
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_loss_and_gradients_are_those_without_the_engine(recomputes: bool) -> None:
     for result in _compare("all", recomputes):
-        # The recomputed output of a norm is not an input of the linear layer that could move.
-        assert set(result.moved_modules) >= set(MOE_MODULES) - {"qkv_linear"}
+        # A recomputed output is not an input of the linear layer after it that could move.
+        assert set(result.moved_modules) >= set(MODULES) - {"qkv_linear", "expert_fc2"}
+        assert recomputes or set(result.moved_modules) == set(MODULES)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -69,7 +71,7 @@ def test_memory_that_nodes_keep_is_taken(module: str, recomputes: bool) -> None:
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_loss_and_gradients_are_those_without_the_engine_on_two_gpus(recomputes: bool) -> None:
     """Where the nodes run on two streams, and memory of one is read on the other."""
-    engines = [(MOE_MODULES, "cuda")]
+    engines = [(MODULES, "cuda")]
     for (result,) in run_ranks(NUM_RANKS, compare_in_nodes, engines, recomputes, 6):
         assert result.difference == 0 < result.num_tensors
         assert {"core_attn", "expert_fc1"} <= set(result.moved_modules)

@@ -30,6 +30,11 @@ BREAKS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
         {"cuda_graph_impl": "transformer_engine"},
     ),
+    (
+        "embedding",
+        {"cuda_graph_granularity": "chunk"},
+        {"cuda_graph_granularity": "layer"},
+    ),
     ("mlp_fc1", {"moe_layer_freq": [1, 1]}, {}),
     ("mlp_fc1", recomputing("mlp"), {"recompute_modules": ["layernorm"]}),
     (

@@ -21,6 +21,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 from captured_layers import with_graphs
+from model_case import MLP_MODULES
 from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step, train
 
@@ -117,7 +118,7 @@ def _compare(
         expected = _eager(plain.decoder.layers, x, grad)
         expected += [p.grad for p in plain.decoder.layers.parameters() if p.grad is not None]
         manager = install.install(OffloadConfig(offload_backend=backend))
-        config = make_config(case, ["qkv_linear", "core_attn", "attn_proj"])
+        config = make_config(case, ["qkv_linear", "core_attn", "attn_proj", *MLP_MODULES])
         chunks = build_chunks(case, config)
         train(case, config, chunks, (1, 1))
         chunks[0].zero_grad(set_to_none=True)
@@ -284,8 +285,7 @@ def test_captured_layers_compute_what_eager_ones_do(
     assert len(equal) > 6
     assert all("GraphOffload" in kind for kind in kinds)
     # All layers but the last one's, whose backward follows.
-    assert moved["core_attn"] == 2
-    assert moved["qkv_linear"] == 2
+    assert [moved[name] for name in ("core_attn", "qkv_linear", *MLP_MODULES)] == [2] * 5
     # Other streams may continue before the graph's own copies are joined to its end.
     assert events == ["go on", "forward ends"] * 3 + ["go on", "backward ends"] * 3
 
