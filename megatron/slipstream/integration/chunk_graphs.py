@@ -167,6 +167,11 @@ def replay_chunks(
     return replayed
 
 
+def graphs_of(block: torch.nn.Module) -> Optional[Replayed]:
+    """Return the graphs of the chunk with this block; None unless :func:`replay_chunks` runs it."""
+    return next((chunk.graphs for chunk in _replayed if chunk.block is block), None)
+
+
 def close_graphs() -> None:
     """Release the graphs of all chunks, which run eagerly afterwards.
 

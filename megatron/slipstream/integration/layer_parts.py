@@ -91,10 +91,25 @@ def decisions_of(layer: torch.nn.Module) -> Iterator[tuple[Decision, Any]]:
             yield decision, owner
 
 
-def why_not(part: str, layer: Any) -> str:
-    """Return why a part of a layer that has it keeps the decision of the flags; empty if not."""
+def why_not(part: str, layer: Any, has_chunk_graphs: bool = False) -> str:
+    """Return why settings cannot change whether a part is recomputed; empty if they can.
+
+    Args:
+        part: A part that the layer has.
+        layer: The layer.
+        has_chunk_graphs: Whether its model chunk runs, or will run, as one graph.
+    """
     config = layer.config
+    has_dropout = {
+        WHOLE_LAYER: config.hidden_dropout or config.attention_dropout,
+        "core_attn": config.attention_dropout,
+    }
+    if has_chunk_graphs and has_dropout.get(part):
+        return _NO_RANDOM_STATE
     return _why_not_any(config) or _why_not_in_graphs(part, layer, config) or _why(part, layer)
+
+
+_NO_RANDOM_STATE = "a graph cannot draw the same random numbers again"
 
 
 def _why_not_any(config: Any) -> str:
@@ -156,7 +171,7 @@ def _why_not_in_graphs(part: str, layer: Any, config: Any) -> str:
         "moe": (config.hidden_dropout or config.moe_input_jitter_eps, "moe"),
     }.get(part, (0.0, ""))
     if dropout and (not captured or inside in captured):
-        return "a graph cannot draw the same random numbers again"
+        return _NO_RANDOM_STATE
     return ""
 
 

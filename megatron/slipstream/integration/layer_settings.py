@@ -17,7 +17,7 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.slipstream.integration import model_router
+from megatron.slipstream.integration import chunk_graphs, model_router
 from megatron.slipstream.integration.layer_classes import convert
 from megatron.slipstream.integration.layer_kinds import Kinds
 from megatron.slipstream.integration.layer_parts import (
@@ -72,19 +72,17 @@ def layers_of(chunks: Sequence[torch.nn.Module]) -> list[LayerOptions]:
     kinds = Kinds()
     found = []
     for chunk in chunks:
-        for layer, is_checkpointed in _layers(_language_model(chunk)):
+        model = _language_model(chunk)
+        has_chunk_graphs = chunk_graphs.graphs_of(model.decoder) is not None
+        for layer, is_checkpointed in _layers(model):
             state = _states.get(layer)
             if state is None:
                 state = _states[layer] = _State(layer, is_checkpointed)
-            found.append(
-                LayerOptions(
-                    layer,
-                    kinds.name_of(layer),
-                    state.minimum,
-                    tuple(_settings(state)),
-                    state.refused,
-                )
-            )
+            refused = {part: why_not(part, layer, has_chunk_graphs) for part in state.parts}
+            refused = {part: reason for part, reason in refused.items() if reason}
+            settings = tuple(_settings(state, state.parts - refused.keys()))
+            kind = kinds.name_of(layer)
+            found.append(LayerOptions(layer, kind, state.minimum, settings, refused))
     return found
 
 
@@ -106,20 +104,15 @@ def apply(assignment: Assignment, chunks: Sequence[torch.nn.Module]) -> None:
     options = layers_of(chunks)
     _check(assignment, options)
     changes = [
-        (one.layer, setting)
+        (one, setting)
         for one, setting in zip(options, assignment, strict=True)
         if _states[one.layer].setting != setting
     ]
-    for layer, _ in changes:
-        if is_captured(layer):
-            raise RuntimeError(
-                "other settings of layers are not supported once CUDA graphs of them are captured "
-                "because the graphs contain the old ones; delete the graphs first, or choose the "
-                "settings before the capture"
-            )
+    if changes:
+        _check_not_captured(chunks, [one.layer for one, _ in changes])
     _tell_engine(chunks, tuple(assignment))
-    for layer, setting in changes:
-        _states[layer].take(layer, setting)
+    for one, setting in changes:
+        _states[one.layer].take(one, setting)
 
 
 def restore(chunks: Sequence[torch.nn.Module]) -> None:
@@ -153,37 +146,28 @@ class _State:
             decision: bool(getattr(owner, decision.attribute))
             for decision, owner in decisions_of(layer)
         }
-        parts = {decision.part for decision in self._built_with}
-        reasons = {
-            part: why_not(part, layer) for part in (WHOLE_LAYER, *_PARTS) if part in parts | WHOLE
-        }
-        self.refused = {part: reason for part, reason in reasons.items() if reason}
-        """Parts that keep what they were built with, with the reason."""
-        self.accepted = frozenset(reasons) - self.refused.keys()
-        """Parts that settings may name."""
-        self.minimum = (
-            WHOLE
-            if is_checkpointed
-            else LayerSetting(
-                decision.part for decision, is_set in self._built_with.items() if is_set
-            )
-        )
+        self.parts = WHOLE | {decision.part for decision in self._built_with}
+        """The parts that the layer has."""
+        self.minimum = WHOLE
         """What the flags recompute."""
+        if not is_checkpointed:
+            recomputed = (decision.part for decision, is_set in self._built_with.items() if is_set)
+            self.minimum = LayerSetting(recomputed)
         self.setting = self.minimum
         self._undo: Optional[Callable[[], None]] = None
         """Restores the class of the layer; None unless it is recomputed by this module."""
 
-    def take(self, layer: torch.nn.Module, setting: LayerSetting) -> None:
+    def take(self, options: LayerOptions, setting: LayerSetting) -> None:
         """Set the attributes and the class of the layer for ``setting``."""
-        for decision, owner in decisions_of(layer):
-            as_built = setting == self.minimum or decision.part in self.refused
+        for decision, owner in decisions_of(options.layer):
+            as_built = setting == self.minimum or decision.part in options.refused
             is_set = self._built_with[decision] if as_built else decision.part in setting
             setattr(owner, decision.attribute, is_set)
         if self._undo is not None:
             self._undo()
             self._undo = None
         if setting == WHOLE != self.minimum:
-            self._undo = convert(layer, RecomputedMixin)
+            self._undo = convert(options.layer, RecomputedMixin)
         self.setting = setting
 
 
@@ -191,18 +175,18 @@ _states: weakref.WeakKeyDictionary[torch.nn.Module, _State] = weakref.WeakKeyDic
 """The layers that :func:`layers_of` has seen."""
 
 
-def _settings(state: _State) -> Iterator[LayerSetting]:
+def _settings(state: _State, accepted: frozenset[str]) -> Iterator[LayerSetting]:
     """Yield the settings of a layer, the one that usually takes the least memory first."""
+    if WHOLE_LAYER in accepted | state.minimum:
+        yield WHOLE
     if state.minimum == WHOLE:
-        yield WHOLE
         return
-    if WHOLE_LAYER in state.accepted:
-        yield WHOLE
-    free = [part for part in _PARTS if part in state.accepted - state.minimum]
+    free = [part for part in _PARTS if part in accepted - state.minimum]
     for choice in itertools.product((True, False), repeat=len(free)):
-        chosen = frozenset(itertools.compress(free, choice))
-        if not any(chosen & CONTAINED.get(part, NOTHING) for part in chosen | state.minimum):
-            yield chosen | state.minimum
+        setting = state.minimum.union(itertools.compress(free, choice))
+        inside = frozenset().union(*(CONTAINED.get(part, NOTHING) for part in setting))
+        if not inside & setting - state.minimum:
+            yield setting
 
 
 def _check(assignment: Assignment, options: Sequence[LayerOptions]) -> None:
@@ -223,6 +207,16 @@ def _check(assignment: Assignment, options: Sequence[LayerOptions]) -> None:
                 f"{reasons or 'it lacks such parts, or its flags recompute others'}; "
                 f"set one of: {taken}"
             )
+
+
+def _check_not_captured(chunks: Sequence[torch.nn.Module], layers: Sequence[Any]) -> None:
+    of_chunks = (chunk_graphs.graphs_of(_language_model(chunk).decoder) for chunk in chunks)
+    if any(map(is_captured, layers)) or any(graphs and graphs.is_captured for graphs in of_chunks):
+        raise RuntimeError(
+            "other settings of layers are not supported once CUDA graphs of them are captured "
+            "because the graphs contain the old ones; delete the graphs first, or change the "
+            "settings before the capture (cuda_graph_warmup_steps)"
+        )
 
 
 def _language_model(chunk: torch.nn.Module) -> Any:

@@ -31,21 +31,23 @@ class RecomputedMixin(torch.nn.Module):
         """
         run = super().forward
         values: dict[Any, Any] = {**dict(enumerate(arguments)), **options}
-        hidden_states = values.get("hidden_states", values.get(0))
+        first = "hidden_states" if "hidden_states" in values else 0
         is_trained = self.training and torch.is_grad_enabled()
-        if not is_trained or hidden_states is None or not hidden_states.requires_grad:
+        if not is_trained or not values[first].requires_grad:
             return run(*arguments, **options)
-        others = [
-            name
-            for name, value in values.items()
-            if value is not hidden_states and torch.is_tensor(value) and value.requires_grad
-        ]
-        names = ["hidden_states" if "hidden_states" in values else 0, *others]
+        with_gradients = [name for name, value in values.items() if _has_gradient(value)]
+        names = sorted(with_gradients, key=lambda name: name != first)
+        # What the checkpoint saves must have no other reference, or moving it would free nothing.
+        inputs = [values.pop(name) for name in names]
+        num_positional = len(arguments)
 
         def run_again(*tensors: torch.Tensor) -> Any:
             given = {**values, **dict(zip(names, tensors, strict=True))}
-            return run(*(given.pop(place) for place in range(len(arguments))), **given)
+            return run(*(given.pop(place) for place in range(num_positional)), **given)
 
-        return tensor_parallel.checkpoint(
-            run_again, self.config.distribute_saved_activations, *(values[name] for name in names)
-        )
+        is_divided = self.config.distribute_saved_activations
+        return tensor_parallel.checkpoint(run_again, is_divided, *inputs)
+
+
+def _has_gradient(value: Any) -> bool:
+    return torch.is_tensor(value) and value.requires_grad

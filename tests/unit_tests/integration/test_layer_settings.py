@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,13 +11,23 @@ from typing import Any, Optional
 
 import pytest
 import torch
+from gpu_models import MLA_SIZES, on_gpu
+from megatron.core.transformer.identity_op import IdentityOp
 from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
-from tiny_gpt import build_chunks, first_difference, initialize, make_config, train_steps
+from tiny_gpt import (
+    build_chunks,
+    first_difference,
+    initialize,
+    make_config,
+    skip_without_model,
+    train_steps,
+    use_gpu,
+)
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import CHECKPOINT_INPUTS
-from megatron.slipstream.integration import install, layer_settings
+from megatron.slipstream.integration import install
 from megatron.slipstream.integration.layer_settings import LayerOptions, apply, layers_of
 from megatron.slipstream.plan.settings import WHOLE, Assignment, LayerSetting
 
@@ -58,7 +67,7 @@ KINDS = {
     "packed experts": ["moe"] * 2,
 }
 MODULE_OF = {
-    "layernorm": "input_layernorm",
+    "layernorm": "input_layernorm",  # or the other one
     "mlp": "mlp",
     "moe": "mlp.router",
     "moe_act": "mlp.experts.activation_func",
@@ -71,12 +80,8 @@ INSIDE = {"moe": ("moe_act", "shared_experts")}
 
 
 def assignments(options: Sequence[LayerOptions]) -> list[Assignment]:
-    """Each setting on all layers that take it, and every setting beside every other."""
+    """Whole layers, then every setting of each layer, beside others on the other layers."""
     longest = max(len(one.settings) for one in options)
-    alike = [
-        tuple(one.settings[min(number, len(one.settings) - 1)] for one in options)
-        for number in range(longest)
-    ]
     mixed = [
         tuple(
             one.settings[(number + 2 * place) % len(one.settings)]
@@ -84,7 +89,7 @@ def assignments(options: Sequence[LayerOptions]) -> list[Assignment]:
         )
         for number in range(longest)
     ]
-    return list(itertools.chain(*zip(alike, mixed, strict=True)))
+    return [tuple(one.settings[0] for one in options), *mixed]
 
 
 class Calls:
@@ -94,6 +99,8 @@ class Calls:
         self.counts: Counter[tuple[int, str]] = Counter()
         for number, one in enumerate(options):
             for part, path in MODULE_OF.items():
+                if isinstance(getattr(one.layer, path, None), IdentityOp):
+                    path = "pre_mlp_layernorm"
                 self._watch(one.layer, path, (number, part))
 
     def _watch(self, layer: Any, path: str, key: tuple[int, str]) -> None:
@@ -130,43 +137,57 @@ def expected_calls(one: LayerOptions, setting: LayerSetting, has: set[str]) -> s
 
 
 def try_all(
-    rank: int, world_size: int, port: int, case: ModelCase, modules: Sequence[str], backend: str
+    rank: int,
+    world_size: int,
+    port: int,
+    case: ModelCase,
+    modules: Sequence[str],
+    backend: str,
+    chosen: Sequence[int] = (),
 ) -> tuple[Optional[str], list[str]]:
     """Train with a new assignment in every step, and without any.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        port: Port of their rendezvous.
+        case: The model.
+        modules: What moves; empty: without an engine.
+        backend: The engine's backend.
+        chosen: Indices of assignments; empty: all.
 
     Returns:
         The first difference of the results, and the kinds of the layers.
     """
-    case = replace(case, overrides=NORM | case.overrides)
+    if not use_gpu():
+        case = replace(case, overrides=NORM | case.overrides)
     initialize(case, rank, world_size, port)
-    counts = (2,)
+    counts = (2 * case.pp,)
     chunks = build_chunks(case, make_config(case))
     plain = [[t.clone() for t in step] for step in train_steps(case, None, chunks, counts)]
     if modules:
         install.install(OffloadConfig(offload_backend=backend, offload_checkpoint_inputs=True))
-    config = make_config(case, modules)
-    chunks = build_chunks(case, config)
+    chunks = build_chunks(case, make_config(case, modules))
     options = layers_of(chunks)
     calls = Calls(options)
-    difference = first_difference(plain, train_steps(case, config, chunks, counts))
+    difference = first_difference(plain, train_steps(case, None, chunks, counts))
     has = [{part for number, part in calls.counts if number == n} for n in range(len(options))]
     assert calls.recomputed(counts[0], len(options)) == [set() for _ in options]
-    for assignment in assignments(options):
+    tried = assignments(options)
+    for step, assignment in enumerate([tried[number] for number in chosen] or tried):
         apply(assignment, chunks)
-        assert layer_settings.assignment_of(chunks) == assignment
-        found = first_difference(plain, train_steps(case, config, chunks, counts))
-        if found:
-            difference = difference or f"{assignment}: {found}"
+        found = first_difference(plain, train_steps(case, None, chunks, counts))
+        difference = difference or (found and f"{assignment}: {found}")
         seen = calls.recomputed(counts[0], len(options))
         pairs = zip(options, assignment, has, strict=True)
         assert seen == [expected_calls(*pair) for pair in pairs], assignment
         manager = install.installed()
         if manager is not None:
             assert manager.plan.trace.assignment == assignment
-            moved = (
-                manager.report.modules[CHECKPOINT_INPUTS].d2h_bytes if WHOLE in assignment else 1
-            )
-            assert moved > 0
+            if step == 0:  # Whole layers. Only a schedule also holds what it has received.
+                inputs = manager.report.modules[CHECKPOINT_INPUTS]
+                assert inputs.freed_bytes > 0
+                assert inputs.freed_bytes == inputs.d2h_bytes or case.pp > 1
     return difference, [one.kind for one in options]
 
 
@@ -178,3 +199,63 @@ def test_every_setting_computes_the_same(name: str, offloads: bool) -> None:
     ((difference, kinds),) = run_ranks(1, try_all, case, modules, "cpu-lazy")
     assert difference is None
     assert kinds == KINDS[name]
+
+
+OTHERS = {
+    "pipeline": ModelCase("dense", num_layers=4, pp=2),
+    "interleaved pipeline": ModelCase("mixed", num_layers=8, pp=2, vpp=2),
+    "divided inputs": ModelCase(
+        "dense", num_layers=2, tp=2, overrides={"distribute_saved_activations": True}
+    ),
+    "expert parallel": ModelCase("moe", num_layers=2, dp=2, ep=2),
+    "hybrid": ModelCase("hybrid", num_layers=4),
+    "several predicted tokens": ModelCase("dense", num_layers=2, overrides={"mtp_num_layers": 1}),
+}
+OTHER_KINDS = {
+    "interleaved pipeline": ["dense", "moe"] * 2,
+    "hybrid": ["attention", "dense mlp", "attention", "moe mlp"],
+    "several predicted tokens": ["dense", "dense", "dense mtp"],
+}
+FEW = (0, 1, -3, 0)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_schedules_and_models(name: str) -> None:
+    case = OTHERS[name]
+    skip_without_model(case)
+    num_ranks = case.pp * case.tp * case.dp
+    results = run_ranks(num_ranks, try_all, case, DENSE_MODULES, "cpu-lazy", FEW)
+    for difference, kinds in results:
+        assert difference is None
+        assert kinds == OTHER_KINDS.get(name, kinds)
+
+
+GPU_CASES = {
+    "dense": on_gpu(ModelCase("dense", num_layers=3)),
+    "separate norms": on_gpu(ModelCase("dense", num_layers=3, has_own_norms=True)),
+    "experts": on_gpu(ModelCase("moe", num_layers=2), **SHARED, moe_permute_fusion=True),
+    "latent attention and experts": on_gpu(
+        ModelCase("mla", num_layers=2), **MLA_SIZES, **EXPERTS, **SHARED
+    ),
+    "dropout": on_gpu(ModelCase("dense", num_layers=2), hidden_dropout=0.1),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offloads", [False, True], ids=["plain", "offloaded"])
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_every_setting_on_a_gpu(name: str, offloads: bool) -> None:
+    modules = (MOE_MODULES if "experts" in name else DENSE_MODULES) if offloads else ()
+    ((difference, _),) = run_ranks(1, try_all, GPU_CASES[name], modules, "cuda")
+    assert difference is None
+
+
+@pytest.mark.gpus2
+@pytest.mark.parametrize("case", [
+    on_gpu(ModelCase("dense", num_layers=2, tp=2), sequence_parallel=True, hidden_dropout=0.1),
+    on_gpu(ModelCase("moe", num_layers=2, dp=2, ep=2)),
+    on_gpu(ModelCase("dense", num_layers=4, pp=2, vpp=2)),
+], ids=["sequence parallel", "expert parallel", "interleaved pipeline"])  # fmt: skip
+def test_few_settings_on_two_gpus(case: ModelCase) -> None:
+    for difference, _ in run_ranks(2, try_all, case, DENSE_MODULES, "cuda", FEW):
+        assert difference is None
