@@ -87,6 +87,20 @@ class Parallelism:
         return self.tp * self.cp * self.pp * self.dp
 
 
+@dataclass(frozen=True)
+class Optimizer:
+    """Bytes per parameter of gradients and of the state of Adam."""
+
+    gradient_bytes: int = 4
+    """Megatron accumulates in float32 unless ``grad_reduce_in_bf16`` says otherwise."""
+    main_bytes: int = 4
+    """Of the main copy of a 16-bit weight."""
+    moment_bytes: int = 8
+    """Of both moments."""
+    host_share: float = 0.0
+    """Share of the parameters whose optimizer runs on the host (``optimizer_cpu_offload``)."""
+
+
 class Chunk(NamedTuple):
     """One model chunk: virtual pipeline stage ``vp_stage`` of pipeline rank ``pp_rank``."""
 
@@ -157,6 +171,7 @@ class ModelShape:
     layers_per_checkpoint: int = 1
     """Layers that one checkpoint of whole layers recomputes (``recompute_num_layers`` of
     ``recompute_method='uniform'``); only the first layer of each saves its input."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
     parallelism: Parallelism = field(default_factory=Parallelism)
     layers_per_chunk: tuple[tuple[int, ...], ...] = ()
     """Layers of each chunk, ``[pp rank][virtual stage]``; empty divides them evenly."""

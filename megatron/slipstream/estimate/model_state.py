@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from megatron.slipstream.estimate.model_shapes import ModelShape
 
-OPTIMIZER_BYTES = 12
-"""Bytes per parameter: Adam's two moments and the master copy of a 16-bit weight, in float32."""
-GRADIENT_BYTES = 4
-"""megatron accumulates gradients in float32 (``accumulate_allreduce_grads_in_fp32``)."""
+HOST_BYTES = 16
+"""Bytes per parameter of an optimizer on the host: the weight, its gradient and Adam's two moments
+in float32, whatever their precision on the device. The gradient and the moments are allocated in
+the first step."""
 
 
 class NumParameters(NamedTuple):
@@ -51,24 +51,30 @@ def num_parameters(shape: ModelShape, pp_rank: int) -> NumParameters:
 
 
 def state_bytes(shape: ModelShape, pp_rank: int) -> int:
-    """Return the bytes of a pipeline rank's weights, gradients and optimizer state.
+    """Return the device bytes of a pipeline rank's weights, gradients and optimizer state.
 
     megatron's distributed optimizer (``Parallelism.shards_optimizer``) divides its state among all
     ranks with the same weights: data-parallel and context-parallel ones.
     """
-    par = shape.parallelism
-    found = num_parameters(shape, pp_rank)
-    optimizer = OPTIMIZER_BYTES - (4 if shape.precision == "fp32" else 0)
+    of, total = shape.optimizer, num_parameters(shape, pp_rank).total
+    each = of.moment_bytes + (0 if shape.precision == "fp32" else of.main_bytes)
+    on_device = (1 - of.host_share) * each * _optimized(shape, pp_rank)
+    return int(total * (shape.element_bytes + of.gradient_bytes) + on_device)
+
+
+def host_state_bytes(shape: ModelShape, pp_rank: int) -> int:
+    """Return the bytes that a pipeline rank's optimizer takes on the host after its first step."""
+    return int(shape.optimizer.host_share * HOST_BYTES * _optimized(shape, pp_rank))
+
+
+def _optimized(shape: ModelShape, pp_rank: int) -> float:
+    """Return the number of parameters whose optimizer state a rank holds."""
+    par, found = shape.parallelism, num_parameters(shape, pp_rank)
     ranks = par.dp * par.cp if par.shards_optimizer else 1
     expert_ranks = 1
     if par.shards_optimizer:
         expert_ranks = max(1, ranks * par.tp // (par.ep * par.etp))
-    each = shape.element_bytes + GRADIENT_BYTES
-    return int(
-        found.total * each
-        + optimizer * found.dense / ranks
-        + optimizer * found.experts / expert_ranks
-    )
+    return found.dense / ranks + found.experts / expert_ranks
 
 
 def _attention(shape: ModelShape) -> int:

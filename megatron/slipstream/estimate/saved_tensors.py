@@ -28,11 +28,17 @@ from typing import NamedTuple, Optional
 from megatron.slipstream.estimate.model_shapes import LatentAttention, ModelShape
 from megatron.slipstream.plan.settings import WHOLE, LayerSetting
 
-MODULES = (
+MEGATRON_MODULES = (
     *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
     *("expert_fc1", "moe_act"),
 )
-"""megatron-core's ``offload_modules`` that are modelled, in layer order."""
+"""megatron-core's ``offload_modules``, in layer order."""
+
+MODULES = (
+    *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
+    *("mlp_fc1", "mlp_act", "mlp_fc2", "shared_experts", "expert_fc1", "moe_act", "expert_fc2"),
+)
+"""The ``offload_modules`` that are modelled, in layer order."""
 
 CHECKPOINT_INPUTS = "checkpoint_inputs"
 """The part, and the group, of a checkpoint of whole layers (``offload_checkpoint_inputs``)."""
@@ -80,17 +86,23 @@ def saved_tensors(shape: ModelShape, layer: int, setting: Optional[LayerSetting]
 def marked_modules(
     shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None
 ) -> tuple[str, ...]:
-    """Return the parts of a layer that megatron-core can mark as groups, in layer order."""
+    """Return the parts of a layer that can be marked as groups, in layer order."""
     moe = shape.is_moe(layer)
     recomputed = shape.setting_of(layer) if setting is None else setting
     if recomputed == WHOLE:
         return (CHECKPOINT_INPUTS,) if layer in shape.checkpoint_starts else ()
+    is_dense = not moe and "mlp" not in recomputed
+    has_experts = moe and "moe" not in recomputed
+    shared = shape.experts.shared_ffn_hidden_size if shape.experts else 0
     is_there = {
         "attn_norm": not is_input_norm_fused(shape),
         "core_attn": "core_attn" not in recomputed,
         "mlp_norm": moe or not shape.uses_transformer_engine,
-        "expert_fc1": moe and "moe" not in recomputed,
-        "moe_act": moe and "moe" not in recomputed,
+        **dict.fromkeys(("mlp_fc1", "mlp_act", "mlp_fc2"), is_dense),
+        "shared_experts": has_experts and shared > 0 and "shared_experts" not in recomputed,
+        "expert_fc1": has_experts,
+        "moe_act": has_experts,
+        "expert_fc2": has_experts and "moe_act" not in recomputed,
     }
     return tuple(name for name in MODULES if is_there.get(name, True))
 

@@ -287,7 +287,7 @@ class _Marker:
             yield self._work(stretch)
             if is_output:
                 yield Mark(StepKind.OUTPUT_END, -2, OUTPUT_LAYER)
-            for name, span in spans.items():
+            for name, span in reversed(spans.items()):  # Groups end inside of others.
                 if stretch.part == span[-1]:
                     yield Mark(StepKind.FORWARD_COMMIT, groups[name], name)
 
@@ -300,7 +300,7 @@ class _Marker:
         for stretch in stretches:
             groups = self._group_of.get(stretch.layer, {})
             is_output = stretch.part == OUTPUT_LAYER
-            for name in reversed(groups):
+            for name in groups:
                 is_read = stretch.part in _span(name, self._shape, stretch.layer)
                 if is_read and groups[name] not in used:
                     used.add(groups[name])

@@ -10,7 +10,12 @@ from types import SimpleNamespace
 from typing import Optional
 
 from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
-from megatron.slipstream.estimate.saved_tensors import MODULES, marked_modules
+from megatron.slipstream.estimate.saved_tensors import (
+    CHECKPOINT_INPUTS,
+    MEGATRON_MODULES,
+    MODULES,
+    marked_modules,
+)
 from megatron.slipstream.estimate.synthetic import DEFAULT_MIN_NUMEL
 from megatron.slipstream.model_rules import check_model_options
 from megatron.slipstream.plan.candidates import PolicyOptions
@@ -50,13 +55,14 @@ class Configured:
 
 
 def usable_modules(shape: ModelShape) -> tuple[str, ...]:
-    """Return the modules that any layer of the model marks, in layer order.
+    """Return the modules that megatron-core marks in any layer of the model, in layer order.
 
     'core_attn' is included even if not marked, since megatron-core requires it with 'attn_proj'.
+    The inputs of recomputed layers are included.
     """
     found = {name for layer in range(shape.num_layers) for name in marked_modules(shape, layer)}
     found.add("core_attn")
-    return tuple(name for name in MODULES if name in found)
+    return tuple(name for name in (CHECKPOINT_INPUTS, *MEGATRON_MODULES) if name in found)
 
 
 def default_micro_batches(parallelism: Parallelism) -> int:
@@ -92,10 +98,12 @@ def check_modules(shape: ModelShape, modules: tuple[str, ...]) -> None:
             because they are recomputed.
     """
     # Only the rules about modules and experts apply here.
+    experts = shape.experts
     facts = SimpleNamespace(
         fine_grained_activation_offloading=True,
-        offload_modules=list(modules),
-        num_moe_experts=shape.experts and shape.experts.num_experts,
+        offload_modules=[name for name in modules if name != CHECKPOINT_INPUTS],
+        num_moe_experts=experts and experts.num_experts,
+        moe_shared_expert_intermediate_size=experts and experts.shared_ffn_hidden_size,
         activation_offload_fraction=1.0,
         min_offloaded_tensor_size=0,
         delta_offload_bytes_across_pp_ranks=0,
@@ -103,7 +111,7 @@ def check_modules(shape: ModelShape, modules: tuple[str, ...]) -> None:
     )
     require(check_model_options(facts))
     for name in modules:
-        if name not in MODULES:
+        if name not in (CHECKPOINT_INPUTS, *MODULES):
             raise ValueError(
                 f"offload_modules contains {name!r}, whose sizes are not modelled; "
                 f"use {', '.join(MODULES)}, or plan a recorded trace"

@@ -21,9 +21,11 @@ from megatron.slipstream.estimate.model_shapes import (
     Experts,
     LatentAttention,
     ModelShape,
+    Optimizer,
     Parallelism,
     Precision,
 )
+from megatron.slipstream.estimate.saved_tensors import CHECKPOINT_INPUTS
 from megatron.slipstream.estimate.training_setup import (
     Configured,
     default_micro_batches,
@@ -35,6 +37,7 @@ from megatron.slipstream.integration.checks import check_options
 from megatron.slipstream.integration.engine_setup import policy_options
 from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
 from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 from megatron.slipstream.rules import (
     Predicate,
     Rule,
@@ -142,13 +145,13 @@ _NOT_MODELLED = (
     *("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
     *("use_kitchen_attention", "hybrid_context_parallel", "logits_load_dir", "perform_rl_step"),
     *("heterogeneous_layers_config_encoded_json", "use_fused_weighted_squared_relu"),
-    *("overlap_dispatch_backward_with_experts_wgrad", "offload_checkpoint_inputs"),
+    *("overlap_dispatch_backward_with_experts_wgrad", "distribute_saved_activations"),
 )
 """Options that change what layers save."""
 
 _OTHER_STATE = (
-    *("optimizer_cpu_offload", "use_precision_aware_optimizer", "use_megatron_fsdp"),
-    *("use_torch_fsdp2", "fp8_param_gather", "fp4_param_gather", "freeze_all_layers"),
+    *("use_megatron_fsdp", "use_torch_fsdp2", "fp8_param_gather", "fp4_param_gather"),
+    "freeze_all_layers",
 )
 """Options that change the memory of weights, gradients and optimizer."""
 
@@ -162,8 +165,7 @@ def _other_state(option: str, accepts: Optional[Predicate] = None) -> Rule:
         "with a plan from flags",
         lambda f: f.state_gib is None,
         option,
-        "state is planned as 16-bit weights, their gradients in float32 and Adam's state in "
-        "float32, all on the GPU",
+        "state is planned as 16-bit weights, their gradients and Adam's state",
         "set --state-gib to the GiB of weights, gradients and optimizer on a rank",
         accepts,
     )
@@ -172,11 +174,6 @@ def _other_state(option: str, accepts: Optional[Predicate] = None) -> Rule:
 STATE_RULES: tuple[Rule, ...] = (
     *map(_other_state, _OTHER_STATE),
     _other_state("optimizer", is_one_of("optimizer", ("adam",))),
-    # It is off with grad_reduce_in_bf16, with another main_grads_dtype, and by default in fp16.
-    _other_state(
-        "accumulate_allreduce_grads_in_fp32",
-        lambda f: f.accumulate_allreduce_grads_in_fp32 or not (f.fp16 or f.bf16),
-    ),
     _other_state(
         "num_distributed_optimizer_instances",
         lambda f: (f.num_distributed_optimizer_instances or 1) <= 1,
@@ -191,13 +188,13 @@ STATE_RULES: tuple[Rule, ...] = (
 PLAN_RULES: tuple[Rule, ...] = (
     _unsupported("fp8", _BY_RECIPE, _IN_16_BITS),
     _unsupported("fp4", _BY_RECIPE, _IN_16_BITS),
-    _unsupported(
-        "recompute_granularity",
-        "layers then keep nothing but their inputs, which no module holds",
-        "set recompute_granularity=selective",
-        lambda f: f.recompute_granularity != "full",
-    ),
     *map(_not_modelled, _NOT_MODELLED),
+    _unsupported(
+        "offload_checkpoint_inputs",
+        "inputs that checkpoints of modules keep are not modelled",
+        "leave it out, or set recompute_granularity=full",
+        lambda f: not f.offload_checkpoint_inputs or f.recompute_granularity == "full",
+    ),
     _unsupported(
         "offload_engine",
         "megatron-core's engine follows no plan",
@@ -242,14 +239,6 @@ PLAN_RULES: tuple[Rule, ...] = (
 """Restrictions of a plan on options that training supports."""
 
 
-ESTIMATED = {
-    "cross_entropy_loss_fusion": "the loss is planned without cross_entropy_loss_fusion, which "
-    "saves memory at the end of the last stage",
-    "fp16_lm_cross_entropy": "the loss is planned in float32, without fp16_lm_cross_entropy",
-}
-"""Options with which figures of the output layer are too high, and what is noted about it."""
-
-
 def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Configured:
     shape = _shape(args, config)
     in_iteration = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
@@ -261,9 +250,10 @@ def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Con
             "(--num-micro-batches plans others)"
         )
     modules = tuple(args.offload_modules or ()) if config.fine_grained_activation_offloading else ()
+    if modules and args.offload_checkpoint_inputs:
+        modules = (CHECKPOINT_INPUTS, *modules)
     if not modules:
         notes.append("the flags offload nothing; planned as if all modules might move")
-    notes += [note for option, note in ESTIMATED.items() if getattr(args, option, None)]
     if args.position_embedding_type == "learned_absolute":
         notes.append("state leaves out the position embeddings, of max_position_embeddings rows")
     if args.attention_backend.name == "auto" and args.transformer_impl != "local":
@@ -303,6 +293,7 @@ def _shape(args: Any, config: Any) -> ModelShape:
         attention_backend=_backend(args, config),
         # Without rotary embeddings there are no rotary tables.
         apply_rope_fusion=config.apply_rope_fusion or args.position_embedding_type != "rope",
+        optimizer=_optimizer(args),
     )
     parallelism = replace(
         shape.parallelism,
@@ -311,6 +302,25 @@ def _shape(args: Any, config: Any) -> ModelShape:
         cp_comm_type=cp_comm_type or "p2p",
     )
     return replace(shape, parallelism=parallelism)
+
+
+def _optimizer(args: Any) -> Optimizer:
+    """Return the bytes of gradients and optimizer state.
+
+    megatron-core's optimizer on the host has its state in float32 on both sides. Transformer
+    Engine's keeps only the lower half of a main weight, beside the 16-bit weight.
+    """
+    is_16_bit = (args.fp16 or args.bf16) and not args.accumulate_allreduce_grads_in_fp32
+    gradient_bytes = 2 if is_16_bit else 4
+    if args.optimizer_cpu_offload:
+        return Optimizer(gradient_bytes, host_share=args.optimizer_offload_fraction)
+    if not args.use_precision_aware_optimizer:
+        return Optimizer(gradient_bytes)
+    main_bytes = args.main_params_dtype.itemsize
+    if args.bf16 and main_bytes == 4:
+        main_bytes = 2
+    moment_bytes = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    return Optimizer(gradient_bytes, main_bytes, moment_bytes)
 
 
 _SAME_NAMES = (
@@ -336,13 +346,30 @@ def shape_of_config(config: Any, **training: Any) -> ModelShape:
         "experts": _experts(config),
         "moe_layers": _moe_layers(config),
         "precision": _precision(config),
-        "recompute_modules": frozenset(
-            config.recompute_modules if config.recompute_granularity == "selective" else ()
+        "recompute_modules": _setting(config),
+        "layers_per_checkpoint": (
+            config.recompute_num_layers if config.recompute_method == "uniform" else 1
+        ),
+        "cross_entropy": (
+            config.cross_entropy_fusion_impl if config.cross_entropy_loss_fusion else "unfused"
         ),
         "parallelism": _parallelism(config),
         "layers_per_chunk": _layers_per_chunk(config),
     }
-    return ModelShape(**(fields | training))
+    shape = ModelShape(**(fields | training))
+    if config.recompute_granularity != "full" or config.recompute_method == "uniform":
+        return shape
+    whole = {
+        layer for chunk in shape.chunks for layer in chunk.layers[: config.recompute_num_layers]
+    }
+    settings = tuple(WHOLE if layer in whole else NOTHING for layer in range(shape.num_layers))
+    return replace(shape, recompute_modules=NOTHING, layer_settings=settings)
+
+
+def _setting(config: Any) -> LayerSetting:
+    if config.recompute_granularity is None:
+        return NOTHING
+    return WHOLE if config.recompute_granularity == "full" else frozenset(config.recompute_modules)
 
 
 def _padded_vocab_size(args: Any) -> int:

@@ -16,9 +16,10 @@ from megatron.slipstream.estimate.model_shapes import (
     Experts,
     LatentAttention,
     ModelShape,
+    Optimizer,
     Parallelism,
 )
-from megatron.slipstream.estimate.model_state import num_parameters, state_bytes
+from megatron.slipstream.estimate.model_state import host_state_bytes, num_parameters, state_bytes
 from megatron.slipstream.plan.settings import NOTHING, WHOLE
 
 LLAMA = ModelShape(32, 4096, 32, 14336, 128256, 8192, 1, 8)
@@ -148,6 +149,16 @@ def test_state_is_weights_gradients_and_a_share_of_the_optimizer() -> None:
     assert state_bytes(replace(LLAMA, parallelism=whole), 0) == count * 18
     fp32 = replace(LLAMA, precision="fp32", attention_backend="unfused")
     assert state_bytes(fp32, 0) == count * (4 + 4 + 8)
+
+
+def test_an_optimizer_on_the_host_leaves_weights_and_gradients() -> None:
+    count = num_parameters(LLAMA, 0).total
+    half = replace(LLAMA, optimizer=Optimizer(gradient_bytes=2, host_share=0.5))
+    assert state_bytes(half, 0) == count * (2 + 2 + 12 / 2)
+    assert host_state_bytes(half, 0) == count * 16 / 2
+    assert host_state_bytes(LLAMA, 0) == 0
+    small = replace(LLAMA, optimizer=Optimizer(main_bytes=2, moment_bytes=4))
+    assert state_bytes(small, 0) == count * (2 + 4 + 6)
 
 
 def test_experts_have_an_optimizer_of_fewer_shares() -> None:

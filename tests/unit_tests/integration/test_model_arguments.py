@@ -14,17 +14,25 @@ from ranks import run_ranks
 
 from megatron.slipstream.chunk_graphs.slots import PipelineLayout, passes
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.estimate.model_shapes import Experts, LatentAttention, Parallelism
+from megatron.slipstream.estimate.gpus import find_speed
+from megatron.slipstream.estimate.model_shapes import (
+    Experts,
+    LatentAttention,
+    Optimizer,
+    Parallelism,
+)
+from megatron.slipstream.estimate.saved_tensors import saved_tensors
 from megatron.slipstream.estimate.schedules import rank_schedule
+from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.estimate.training_setup import Configured
 from megatron.slipstream.integration.frameworks.options import DEFAULTS
 from megatron.slipstream.integration.model_arguments import (
-    ESTIMATED,
     PLAN_RULES,
     configured_by_flags,
 )
 from megatron.slipstream.integration.schedules import MEGATRON_SCHEDULES
 from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.settings import NOTHING, WHOLE
 
 BASE = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 2048 "
@@ -39,6 +47,10 @@ LLAMA = BASE + (
 EXPERTS = (
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall "
+)
+INPUTS = (
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    "--offload-checkpoint-inputs"
 )
 PLANNED = {
     "llama": LLAMA,
@@ -85,8 +97,9 @@ REFUSED = {
         "offload_checkpoint_inputs=True is not supported with a plan from flags because"
     ),
     LLAMA + "--fp8-format hybrid": "fp8=hybrid is not supported with a plan from flags because",
-    LLAMA + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": (
-        "recompute_granularity=full is not supported"
+    LLAMA + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    "--distribute-saved-activations --tensor-model-parallel-size 2": (
+        "distribute_saved_activations=True is not supported"
     ),
     LLAMA + EXPERTS.replace("--moe-grouped-gemm ", ""): "moe_grouped_gemm=False is not supported",
     LLAMA + EXPERTS.replace("topk 2", "topk 9"): "moe_router_topk=9 is not supported with num_e",
@@ -106,18 +119,39 @@ REFUSED = {
 
 SHARDED = LLAMA + "--use-distributed-optimizer "
 OTHER_STATE = {
-    SHARDED + "--optimizer-cpu-offload --use-precision-aware-optimizer": "optimizer_cpu_offload",
-    SHARDED + "--use-precision-aware-optimizer": "use_precision_aware_optimizer",
     SHARDED + "--num-distributed-optimizer-instances 2": "num_distributed_optimizer_instances",
     LLAMA + "--optimizer sgd": "optimizer",
-    LLAMA + "--grad-reduce-in-bf16": "accumulate_allreduce_grads_in_fp32",
-    LLAMA.replace("--bf16", "--fp16"): "accumulate_allreduce_grads_in_fp32",
     LLAMA + "--freeze-all-layers": "freeze_all_layers",
     SHARDED + "--ckpt-format fsdp_dtensor --use-megatron-fsdp": "use_megatron_fsdp",
 }
 """Flags with which the state has other sizes, and the refused option."""
+AWARE = SHARDED + "--use-precision-aware-optimizer "
+OPTIMIZERS = {
+    LLAMA: Optimizer(),
+    LLAMA + "--grad-reduce-in-bf16": Optimizer(gradient_bytes=2),
+    LLAMA.replace("--bf16", "--fp16"): Optimizer(gradient_bytes=2),
+    # Transformer Engine's keeps the lower half of a main weight.
+    AWARE: Optimizer(main_bytes=2),
+    AWARE + "--main-params-dtype fp16 --main-grads-dtype bf16 --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype bf16": Optimizer(gradient_bytes=2, main_bytes=2, moment_bytes=4),
+    AWARE + "--optimizer-cpu-offload --optimizer-offload-fraction 0.5": Optimizer(host_share=0.5),
+}
+"""Flags of gradients and optimizer, and what they take."""
+FULL = LLAMA + "--pipeline-model-parallel-size 2 --recompute-granularity full "
+CHECKPOINTED = {
+    FULL + "--recompute-method uniform --recompute-num-layers 1": ((WHOLE,) * 8, 8),
+    FULL + "--recompute-method uniform --recompute-num-layers 3": ((WHOLE,) * 8, 4),
+    FULL + "--recompute-method block --recompute-num-layers 1": (
+        (WHOLE, NOTHING, NOTHING, NOTHING) * 2,
+        2,
+    ),
+}
+"""Flags of full recomputation: the setting of each layer, and how many inputs are saved."""
+LOSSES = {
+    "": "unfused",
+    "--cross-entropy-loss-fusion": "native",
+}
 NOTED = {
-    LLAMA + "--cross-entropy-loss-fusion": "without cross_entropy_loss_fusion",
     LLAMA.replace("type rope", "type learned_absolute"): "leaves out the position embeddings",
 }
 
@@ -134,7 +168,9 @@ MODELLED = {
     *("min_offloaded_tensor_size", "moe_layer_recompute", "offload_modules"),
     *("recompute_activations", "recompute_modules", "use_distributed_optimizer"),
     *("cpu_offloading_num_layers", "tensor_parallel_num_weight_shards"),
-    "expert_tensor_parallel_num_weight_shards",
+    *("expert_tensor_parallel_num_weight_shards", "accumulate_allreduce_grads_in_fp32"),
+    *("cross_entropy_loss_fusion", "optimizer_cpu_offload", "recompute_granularity"),
+    "use_precision_aware_optimizer",
 }
 """Options that a plan follows, or that set one which it refuses."""
 OF_OTHERS = re.compile(
@@ -150,7 +186,12 @@ WITHOUT_EFFECT = {
     *("align_param_gather", "apply_residual_connection_post_layernorm", "bias_dropout_fusion"),
     *("delay_offload_until_cuda_graph", "gradient_accumulation_fusion", "tp_comm_bulk_wgrad"),
     *("gradient_reduce_div_fusion", "masked_softmax_fusion", "mla_down_proj_fusion"),
-    *("mlp_chunks_for_prefill", "moe_permute_fusion", "moe_permute_fusion_into_hybridep"),
+    *(
+        "fp16_lm_cross_entropy",
+        "mlp_chunks_for_prefill",
+        "moe_permute_fusion",
+        "moe_permute_fusion_into_hybridep",
+    ),
     *("moe_router_dtype", "moe_router_fusion", "moe_single_grouped_bias", "optimizer_cuda_graph"),
     *("moe_single_grouped_weight", "overlap_param_gather"),
     "overlap_param_gather_with_optimizer_step",
@@ -174,8 +215,9 @@ def parse_all(rank: int, world_size: int, port: int) -> dict[str, Any]:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
     found["options"] = {action.dest for action in parser._actions}
-    for flags in NOTED:
+    for flags in (*NOTED, *OPTIMIZERS, *CHECKPOINTED, *(LLAMA + flags for flags in LOSSES)):
         found[flags] = configured_by_flags(flags.split())
+    found["inputs"] = configured_by_flags((OFFLOADED + INPUTS).split())
     for flags in OTHER_STATE:
         found[flags, "given"] = configured_by_flags(flags.split(), 2, state_gib=3.0)
     for flags in (*REFUSED, *OTHER_STATE):
@@ -279,6 +321,34 @@ def test_recomputation_and_plain_modules(parsed: dict[str, Configured]) -> None:
     assert parsed["local"].shape.attention_backend == "local"
 
 
+@pytest.mark.parametrize("flags", CHECKPOINTED, ids=["each", "three", "block"])
+def test_full_recomputation(parsed: dict[str, Configured], flags: str) -> None:
+    shape = parsed[flags].shape
+    settings, num_inputs = CHECKPOINTED[flags]
+    assert tuple(map(shape.setting_of, range(8))) == settings
+    saved = [saved_tensors(shape, layer) for layer in range(8)]
+    assert sum("checkpoint_inputs" in parts for parts in saved) == num_inputs
+    assert "checkpoint_inputs" in parsed[flags].modules
+
+
+def test_inputs_of_checkpoints_move_if_the_flags_say_so(parsed: dict[str, Configured]) -> None:
+    assert parsed["inputs"].modules == ("checkpoint_inputs", "core_attn")
+    trace = synthetic_trace(
+        Workplan(parsed["inputs"].shape, find_speed("h100"), parsed["inputs"].modules, 1), 0
+    )
+    assert [group.name for group in trace.groups] == ["checkpoint_inputs"] * 8
+
+
+@pytest.mark.parametrize("flags", OPTIMIZERS, ids=[flags.split()[-1] for flags in OPTIMIZERS])
+def test_gradients_and_optimizer(parsed: dict[str, Configured], flags: str) -> None:
+    assert parsed[flags].shape.optimizer == OPTIMIZERS[flags]
+
+
+@pytest.mark.parametrize("flags", LOSSES)
+def test_the_loss(parsed: dict[str, Configured], flags: str) -> None:
+    assert parsed[LLAMA + flags].shape.cross_entropy == LOSSES[flags]
+
+
 def test_as_many_micro_batches_as_show_what_repeats(parsed: dict[str, Configured]) -> None:
     assert parsed["llama"].num_micro_batches == 2
     assert any("2 of 16 micro-batches" in note for note in parsed["llama"].notes)
@@ -305,7 +375,7 @@ def test_another_state_is_refused_unless_its_size_is_given(
 
 
 def test_no_option_that_changes_memory_is_ignored(parsed: dict[str, Any]) -> None:
-    known = MODELLED | WITHOUT_EFFECT | {rule.name for rule in PLAN_RULES} | set(ESTIMATED)
+    known = MODELLED | WITHOUT_EFFECT | {rule.name for rule in PLAN_RULES}
     options = {option for option in parsed["options"] if WORDS.search(option)}
     assert {option for option in options - known if not OF_OTHERS.match(option)} == set()
 
