@@ -362,6 +362,15 @@ def compare_random(
         )
 
 
+RATES = {"step_ms": 1, "tokens_per_s": 0}
+"""Columns of times, and their digits."""
+
+
+def _text(value: Optional[float], unit: float, digits: int) -> str:
+    """Return a figure, nothing if it was not measured."""
+    return "" if value is None else f"{value / unit:,.{digits}f}"
+
+
 def _line(way: str, tokens: int, row: Row) -> str:
     if "error" in row:
         return f"{way:10} {tokens:7} {'dies' if row['dies'] else 'fails'}: {row['error']}"
@@ -449,18 +458,19 @@ def table(rows: Sequence[Row]) -> str:
     lines = [head, ("---",) * len(head)]
     for row in rows:
         if row["kind"] == "longest":
-            text = f"longest; {row['dies_at']} dies"
-            lines.append((row["case"], row["way"], row["tokens"], text, *([""] * 5)))
+            text = f"longest; {row['dies_at']:,} dies"
+            lines.append((row["case"], row["way"], f"{row['tokens']:,}", text, *([""] * 5)))
         elif row["kind"] == "point" and "error" in row:
             text = "dies" if row["dies"] else "fails"
-            lines.append((row["case"], row["way"], row["tokens"], text, *([""] * 5)))
+            lines.append((row["case"], row["way"], f"{row['tokens']:,}", text, *([""] * 5)))
         elif row["kind"] == "point" and not row["is_search"]:
-            gib = [row[name] / GIB for name in ("peak_bytes", "reserved_bytes", "moved_bytes")]
-            lines.append(
-                (row["case"], row["way"], row["tokens"], f"{row['step_ms']:.1f}",
-                 f"{row['tokens_per_s']:.0f}", row["num_iterations"],
-                 *(f"{number:.1f}" for number in gib))
-            )  # fmt: skip
+            gib = [row[name] for name in ("peak_bytes", "reserved_bytes", "moved_bytes")]
+            figures = (
+                *(_text(row[name], 1, digits) for name, digits in RATES.items()),
+                row["num_iterations"] or "",
+                *(_text(nbytes, GIB, 1) for nbytes in gib),
+            )
+            lines.append((row["case"], row["way"], f"{row['tokens']:,}", *figures))
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
