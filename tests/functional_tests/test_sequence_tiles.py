@@ -36,6 +36,7 @@ ENGINE = """
 BOTH = {"loss_sequence_tiles": 4, "mlp_sequence_tiles": 4}
 
 
+@pytest.mark.releases
 def test_flags_train_as_without_them_and_bitwise_alike_with_the_engine(tmp_path: Path) -> None:
     plain, tiled, moved = (
         [result_of(record) for record in train_on_ranks(2, flags, tmp_path / name)]

@@ -29,6 +29,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from megatron.slipstream.integration.tiled_model import has_tiles
 from megatron.slipstream.model_rules import graphed_modules
 from megatron.slipstream.plan.settings import WHOLE_LAYER
 
@@ -131,6 +132,8 @@ def _why(part: str, layer: Any) -> str:
         return "layers that run in nodes (overlap_moe_expert_parallel_comm) are not called as one"
     if part == "mlp" and getattr(config, "mlp_chunks_for_training", 1) > 1:
         return "megatron-core leaves out mlp_chunks_for_training then, which rounds differently"
+    if part in ("mlp", "moe_act") and has_tiles(layer.mlp):
+        return "its tiles are computed again in backward anyway (mlp_sequence_tiles)"
     if part == "moe_act" and getattr(layer.mlp.experts, "_with_fused_impl", False):
         return "the fused experts (use_transformer_engine_op_fuser) are compiled for one choice"
     if part == "layernorm" and any(isinstance(norm, torch.nn.RMSNorm) for norm in _norms(layer)):

@@ -82,6 +82,11 @@ def tiles_of(chunk: torch.nn.Module) -> TileOptions:
     return next((found for found in options if found is not None), TileOptions())
 
 
+def has_tiles(mlp: torch.nn.Module) -> bool:
+    """Return whether an MLP, or the experts of an expert layer, are computed tile by tile."""
+    return isinstance(getattr(mlp, "experts", mlp), (_TiledMlpMixin, _TiledExpertsMixin))
+
+
 def _models_in(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, LanguageModule))
