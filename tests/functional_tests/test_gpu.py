@@ -234,14 +234,14 @@ def test_fp8(recipe: str) -> None:
     """Quantized weights, which modules keep, stay; tensors that forward quantized move."""
     skip_without_recipe(RECIPES[recipe])
     case = ModelCase(**{**vars(DENSE), "overrides": RECIPES[recipe]})
-    result = _check(case, DENSE_MODULES, (2, 2, 2))
+    result = _check(case, DENSE_MODULES + MLP_MODULES, (2, 2, 2))
     assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
 
 
 @pytest.mark.gpu
 def test_fp8_experts() -> None:
     case = ModelCase(**{**vars(MOE), "overrides": {**MOE.overrides, **RECIPES["tensorwise"]}})
-    _check(case, MOE_MODULES, (2, 1, 2))
+    _check(case, (*MOE_MODULES, "expert_fc2"), (2, 1, 2))
 
 
 @pytest.mark.gpu

@@ -68,6 +68,7 @@ def test_each_module_alone(name: str) -> None:
     assert result.peak_drop_bytes == result.planned_drop_bytes
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("native", ["auto", "off"])
 @pytest.mark.parametrize("case", [DENSE, MOE, MIXED, MLA], ids=lambda case: case.kind)
 def test_all_modules_together(case: ModelCase, native: str) -> None:
