@@ -33,6 +33,7 @@ from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.engine_setup import host_limit
 from megatron.slipstream.integration.gradients import Gradients
 from megatron.slipstream.integration.p2p_sync import disable_p2p_host_sync
+from megatron.slipstream.integration.tiled_model import tile_counts
 from megatron.slipstream.model_rules import moves_in_layer_graphs
 from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
 from megatron.slipstream.plan.trace import StepKind
@@ -88,6 +89,11 @@ class RoutedManager(PipelineOffloadManager):
             super(RoutedManager, manager).reset(**options)
         self.router.num_iterations += 1
         self.router.after_iteration(self.router.num_iterations)
+
+    def finish_report(self) -> None:
+        """Complete the report, which also says how the model is divided into tiles."""
+        super().finish_report()
+        self.report.tiles = tile_counts(self.router.chunks_of(self))
 
     def close(self) -> None:
         """Free the host memory, and give its share of the limit to other engines."""
@@ -195,6 +201,11 @@ class Router:
     def chunks(self) -> list[torch.nn.Module]:
         """The chunks of all models."""
         return [chunk for model in self._models for chunk in model.chunks]
+
+    def chunks_of(self, manager: RoutedManager) -> list[torch.nn.Module]:
+        """The chunks of the model that has this engine."""
+        models = (model for model in self._models if model.manager is manager)
+        return [chunk for model in models for chunk in model.chunks]
 
     def bind(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Register ``chunks`` as one model."""

@@ -32,7 +32,7 @@ from megatron.slipstream.patches.marks import run_in_a_group
 from megatron.slipstream.plan import tiles
 from megatron.slipstream.plan.tiles import Tiling
 from megatron.slipstream.rules import require
-from megatron.slipstream.tiles.by_tiles import run_by_tiles
+from megatron.slipstream.tiles.by_tiles import Bounds, run_by_tiles
 from megatron.slipstream.tiles.options import TileOptions, check_tiles
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,22 @@ def tiles_of(chunk: torch.nn.Module) -> TileOptions:
     return next((found for found in options if found is not None), TileOptions())
 
 
+def tile_counts(chunks: Sequence[torch.nn.Module]) -> dict[str, int]:
+    """Return the number of tiles of the last micro-batch, by part of the model, if it has tiles.
+
+    Experts that were given different numbers of tokens can have had different numbers of tiles;
+    the largest one is returned.
+    """
+    counts: dict[str, int] = {}
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, _Tiled) and module.num_tiles:
+            counts[module.part] = max(counts.get(module.part, 0), module.num_tiles)
+    return counts
+
+
 def has_tiles(mlp: torch.nn.Module) -> bool:
     """Return whether an MLP, or the experts of an expert layer, are computed tile by tile."""
-    return isinstance(getattr(mlp, "experts", mlp), (_TiledMlpMixin, _TiledExpertsMixin))
+    return isinstance(getattr(mlp, "experts", mlp), _Tiled)
 
 
 def _models_in(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
@@ -145,10 +158,25 @@ def _check_no_dropout(mlp: torch.nn.Module) -> None:
             )
 
 
-class _TiledMlpMixin:
+class _Tiled:
+    """A module that is computed tile by tile."""
+
+    part: str
+    """Its name in reports."""
+    tiling: Tiling
+    num_tiles = 0
+    """Number of tiles of the last micro-batch; 0 before the first."""
+
+    def _divide(self, num_rows: int, tokens_per_row: int = 1) -> Bounds:
+        bounds = self.tiling.bounds(num_rows, tokens_per_row)
+        self.num_tiles = len(bounds)
+        return bounds
+
+
+class _TiledMlpMixin(_Tiled):
     """An :class:`MLP` that is computed tile by tile; only its input is saved for backward."""
 
-    tiling: Tiling
+    part = "mlp"
 
     def forward(
         self: Any, hidden_states: torch.Tensor, **options: Any
@@ -165,7 +193,7 @@ class _TiledMlpMixin:
         config = self.config
         num_gathered = config.tensor_model_parallel_size if config.sequence_parallel else 1
         num_tokens = hidden_states[0].numel() // hidden_states.shape[-1]
-        bounds = self.tiling.bounds(hidden_states.shape[0], num_tokens * num_gathered)
+        bounds = self._divide(hidden_states.shape[0], num_tokens * num_gathered)
         parameters = list(self.parameters())
         output = run_by_tiles(run, bounds, [hidden_states], parameters, run_in_a_group)
         (bias,) = biases
@@ -179,14 +207,14 @@ class _TiledMlpMixin:
         return output, bias
 
 
-class _TiledExpertsMixin:
+class _TiledExpertsMixin(_Tiled):
     """The experts of a rank, computed tile by tile; only their input is saved for backward.
 
     A tile is a range of the tokens that the dispatcher gives to them, sorted by expert, so each
     expert's weights are used in few tiles.
     """
 
-    tiling: Tiling
+    part = "experts"
 
     def forward(
         self: Any, rows: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor, **buffers: Any
@@ -207,7 +235,7 @@ class _TiledExpertsMixin:
             assert bias is None, "experts add their bias themselves"
             return output
 
-        bounds = self.tiling.bounds(rows.shape[0]) if rows.shape[0] else ((0, 0),)
+        bounds = self._divide(rows.shape[0]) if rows.shape[0] else ((0, 0),)
         parameters = list(self.parameters())
         return run_by_tiles(run, bounds, [rows, probs], parameters, run_in_a_group), None
 
@@ -283,13 +311,13 @@ class _TiledLossMixin:
         return logits.of_tokens
 
 
-class _TiledOutputLayerMixin:
+class _TiledOutputLayerMixin(_Tiled):
     """An output layer that computes losses tile by tile where its model has labels.
 
     Saved for backward: the hidden states and the labels.
     """
 
-    tiling: Tiling
+    part = "output_layer"
     labels: Optional[torch.Tensor] = None
     """The labels of the running call of the model, int64 ``[b, s]``."""
     loss_of: Optional[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = None
@@ -319,7 +347,7 @@ class _TiledOutputLayerMixin:
             losses = loss_of(of_tile.flatten(1), logits)
             return losses.view(of_tile.shape).permute(2, 0, 1)
 
-        bounds = self.tiling.bounds(num_rows, num_sequences * num_gathered)
+        bounds = self._divide(num_rows, num_sequences * num_gathered)
         if len(bounds) == 1:
             losses = run(slice(0, num_rows), hidden_states)
         else:

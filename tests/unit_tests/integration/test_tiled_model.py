@@ -28,7 +28,9 @@ from tiny_gpt import compare_on_ranks, skip_without_model, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.slipstream import TileOptions, tiles_of, with_tiles
+from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import CHECKPOINT_INPUTS
+from megatron.slipstream.integration import install
 
 pytestmark = pytest.mark.releases
 
@@ -175,6 +177,24 @@ def test_what_the_output_layer_saves_moves_too() -> None:
     (result,) = compare_on_ranks(1, case, ("output_layer",), "cpu-lazy", (2, 3, 2))
     assert result.difference is None
     assert result.moved_modules == ("output_layer",)
+
+
+def reported(rank: int, num_ranks: int, port: int) -> list[dict[str, int]]:
+    """The tiles in the report of a model that has some, and of one that has none."""
+    found = []
+    install.install(OffloadConfig(offload_backend="cpu"))
+    for case in (ModelCase("mixed", num_layers=2, **BOTH), ModelCase("mixed", num_layers=2)):
+        initialize(case, rank, num_ranks, port)
+        config = make_config(case, ("core_attn",))
+        chunks = build_chunks(case, config)
+        train(case, config, chunks, (2, 2))
+        found.append(install.report(chunks[0]).ranks[0].tiles)
+    return found
+
+
+def test_the_report_says_how_many_tiles_there_were() -> None:
+    (found,) = run_ranks(1, reported)
+    assert found == [{"mlp": 5, "experts": 5, "output_layer": 4}, {}]
 
 
 def on_two_ranks(rank: int, num_ranks: int, port: int, case: ModelCase) -> list[torch.Tensor]:
