@@ -104,6 +104,11 @@ OF_ENGINE: dict[str, Row] = {
     "offload_prefetch_depth": Row(3, _NEIGHBOURS),
     "offload_target_memory_gib": Row(1.0, {**_OWN, Mode.CPU: WARNED}, late=_NO_GPU),
     "offload_max_overhead_percent": Row(1.0, {**_OWN, Mode.CPU: WARNED}, late=_NO_GPU),
+    "activation_memory_budget": Row(
+        1.0,
+        {**_OWN, **_in(_GRAPHS, REFUSED), Mode.ATTACH: REFUSED, Mode.CPU: WARNED},
+        late=_NO_GPU,
+    ),
     "offload_host_memory_limit_bytes": Row(1 << 30, _OWN),
     "offload_native": Row("off", _OWN),
     "offload_checkpoint_inputs": Row(True, _AT_THE_END, _RECOMPUTED),

@@ -57,6 +57,19 @@ class OffloadConfig:
     timed, then measured against iterations without offloading (resolution 0.25%). Not together with
     `--offload-target-memory-gib`. Not set, all groups may move."""
 
+    activation_memory_budget: Union[float, Literal["auto"], None] = field(
+        default=None,
+        metadata={"argparse_meta": {"type": lambda text: parse_budget(text), "metavar": "GIB"}},
+    )
+    """Keep, offload or recompute what each layer saves, so that activations use at most this many
+    GiB of each rank's device, in the least time. They are the device peak less weights, gradients
+    and optimizer state. 'auto' is all device memory less these, what is in use outside of torch's
+    allocator, and a margin of 5% of the device. The first iteration recomputes every layer as a
+    whole and offloads its input; later ones relax that within the budget. `--recompute-modules` are
+    recomputed in any case. Switches offloading on, including the inputs of checkpoints; the default
+    of `--offload-modules` is then all modules of the model that can move. Not together with
+    `--offload-target-memory-gib` or `--offload-max-overhead-percent`."""
+
     offload_host_memory_limit_bytes: Optional[int] = None
     """Maximum of pinned host memory of this process, in bytes; several models share it. Groups that
     do not fit stay on the device, with a warning. Not set: 80% of the memory that is available on
@@ -109,6 +122,11 @@ class OffloadConfig:
         """``offload_max_overhead_percent`` as a number."""
         given = self.offload_max_overhead_percent
         return parse_percent(given) if isinstance(given, str) else given
+
+    @property
+    def moves_checkpoint_inputs(self) -> bool:
+        """Whether the inputs that checkpoints keep move."""
+        return self.offload_checkpoint_inputs or self.activation_memory_budget is not None
 
 
 @cache
@@ -171,6 +189,20 @@ def parse_percent(text: str) -> float:
     """
     if text == "auto":
         return AUTO_OVERHEAD_PERCENT
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'") from None
+
+
+def parse_budget(text: str) -> Union[float, Literal["auto"]]:
+    """Parse a budget from the command line: a number of GiB or 'auto'.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is neither.
+    """
+    if text == "auto":
+        return "auto"
     try:
         return float(text)
     except ValueError:
@@ -243,6 +275,25 @@ RULES: tuple[Rule, ...] = (
         "offload_max_overhead_percent={offload_max_overhead_percent} is not supported with "
         "offload_target_memory_gib={offload_target_memory_gib} because each alone decides how "
         "much moves",
+        "set one of them",
+    ),
+    option_rule(
+        "activation_memory_budget",
+        always,
+        lambda c: (
+            c.activation_memory_budget in (None, "auto")
+            or (_is_at_least_0(c.activation_memory_budget) and c.activation_memory_budget > 0)
+        ),
+        "activation_memory_budget={activation_memory_budget!r} is no amount of memory",
+        "set the GiB (above 0, and finite) that activations may use, 'auto', or leave it out",
+    ),
+    option_rule(
+        "activation_memory_budget",
+        lambda c: c.activation_memory_budget is not None,
+        lambda c: c.offload_target_memory_gib is None and c.offload_max_overhead_percent is None,
+        "activation_memory_budget={activation_memory_budget} is not supported with "
+        "offload_target_memory_gib={offload_target_memory_gib} and offload_max_overhead_percent="
+        "{offload_max_overhead_percent} because each alone decides how much moves",
         "set one of them",
     ),
     option_rule(

@@ -46,8 +46,10 @@ __all__ = [
     "first_difference",
     "initialize",
     "make_config",
+    "memory_counted",
     "run_step",
     "skip_without_model",
+    "switched_off",
     "train",
     "use_gpu",
 ]
@@ -196,14 +198,14 @@ def compare(
     own = {name: offload.pop(name) for name in list(offload) if name.startswith("offload_")}
     if without is None:
         settings = (case, counts, backend, reads_memory, keeps_gradients)
-        expected, baseline_peak = _switched_off(*settings)
+        expected, baseline_peak = switched_off(*settings)
     else:
         expected, baseline_peak = torch.load(io.BytesIO(without[rank]))
 
     install.uninstall()
     manager = install.install(OffloadConfig(offload_backend=backend, **own))
     config = make_config(case, offload_modules, **offload)
-    with _counted(manager.store.backend, reads_memory) as memory, _compiled_again(case):
+    with memory_counted(manager.store.backend, reads_memory) as memory, _compiled_again(case):
         gc.collect()  # The other model's memory would count.
         chunks = build_chunks(case, config)
         difference = first_difference(expected, train_steps(case, config, chunks, counts))
@@ -267,20 +269,24 @@ def _without_on_ranks(num_ranks: int, *settings: Any) -> list[bytes]:
 
 
 def train_without(rank: int, world_size: int, port: int, case: ModelCase, *settings: Any) -> bytes:
-    """The result of :func:`_switched_off`, serialized."""
+    """The result of :func:`switched_off`, serialized."""
     initialize(case, rank, world_size, port)
     file = io.BytesIO()
-    torch.save(_switched_off(case, *settings), file)
+    torch.save(switched_off(case, *settings), file)
     return file.getvalue()
 
 
 _last_switched_off: dict[str, tuple[list[list[torch.Tensor]], int]] = {}
-"""Last results of :func:`_switched_off` by its arguments: tests compare several sets of modules
+"""Last results of :func:`switched_off` by its arguments: tests compare several sets of modules
 with the same training."""
 
 
-def _switched_off(
-    case: ModelCase, counts: Sequence[int], backend: str, reads_memory: bool, keeps_gradients: bool
+def switched_off(
+    case: ModelCase,
+    counts: Sequence[int],
+    backend: str,
+    reads_memory: bool,
+    keeps_gradients: bool = False,
 ) -> tuple[list[list[torch.Tensor]], int]:
     """Train without the engine.
 
@@ -291,7 +297,7 @@ def _switched_off(
     if key not in _last_switched_off:
         _last_switched_off.clear()
         config = make_config(case)
-        with _counted(make_backend(backend), reads_memory) as memory, _compiled_again(case):
+        with memory_counted(make_backend(backend), reads_memory) as memory, _compiled_again(case):
             chunks = build_chunks(case, config)
             expected = train(case, config, chunks, counts)
             arguments = (case, config, chunks, counts[-1], memory, keeps_gradients)
@@ -337,7 +343,7 @@ def _compiled_again(case: ModelCase) -> Iterator[None]:
 
 
 @contextmanager
-def _counted(backend: Backend, on_cpu: bool) -> Iterator[Backend]:
+def memory_counted(backend: Backend, on_cpu: bool) -> Iterator[Backend]:
     """Context in which the backend reports device memory; with ``on_cpu`` also that of a CPU."""
     if use_gpu() and torch.distributed.get_world_size() == 1:
         with patch.object(CudaBackend, "memory", _requested_memory):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
@@ -112,8 +112,8 @@ class Backend(ABC):
     """Whether :meth:`timed_event` records times."""
     names_ranges = False
     """Whether :meth:`profiler_range` is worth calling."""
-    _past_peak_bytes = 0
-    """The highest peak discarded by :meth:`reset_peak_memory` since :meth:`begin_peak`."""
+    _past_peaks: Mapping[str, int] = {"": 0}
+    """The highest peak discarded by :meth:`reset_peak_memory` since :meth:`begin_peak`, by name."""
     gradients: Optional[GradientWatch] = None
     """None if the parameters are unknown."""
     poisons_dropped = False
@@ -218,27 +218,31 @@ class Backend(ABC):
         """Start a new peak for :meth:`memory`."""
         reading = self.memory()
         if reading is not None:
-            self._past_peak_bytes = max(self._past_peak_bytes, reading[1])
+            past = self._past_peaks.items()
+            self._past_peaks = {name: max(nbytes, reading[1]) for name, nbytes in past}
             self._reset_peak()
 
     def _reset_peak(self) -> None:
         """Start a new peak at the bytes allocated now."""
 
-    def begin_peak(self) -> int:
+    def begin_peak(self, name: str = "") -> int:
         """Start a peak that, unlike :meth:`memory`'s, survives :meth:`reset_peak_memory`.
+
+        Args:
+            name: Peaks of other names go on.
 
         Returns:
             Device bytes allocated now; 0 if they are not counted.
         """
         self.reset_peak_memory()
-        self._past_peak_bytes = 0
+        self._past_peaks = {**self._past_peaks, name: 0}
         reading = self.memory()
         return 0 if reading is None else reading[0]
 
-    def peak_bytes(self) -> int:
+    def peak_bytes(self, name: str = "") -> int:
         """Return the peak device bytes since :meth:`begin_peak`; 0 if they are not counted."""
-        reading = self.memory()
-        return self._past_peak_bytes if reading is None else max(self._past_peak_bytes, reading[1])
+        past_bytes, reading = self._past_peaks[name], self.memory()
+        return past_bytes if reading is None else max(past_bytes, reading[1])
 
     def obtainable_bytes(self) -> Optional[int]:
         """Return the device bytes that the process has or could allocate; None if unlimited."""

@@ -51,7 +51,7 @@ from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanFacts
 from megatron.slipstream.plan.settings import Assignment
-from megatron.slipstream.plan.trace import Step, StepKind, StepsKey
+from megatron.slipstream.plan.trace import Bandwidth, Step, StepKind, StepsKey
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +134,33 @@ class OffloadEngine:
         return self._tuner.options
 
     @property
+    def recorder(self) -> Recorder:
+        """What records iterations that follow no plan."""
+        return self._recorder
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether forward has entered a model chunk in the running iteration."""
+        return self._now.has_begun
+
+    @property
+    def pass_index(self) -> int:
+        """Index of the latest forward pass in the iteration."""
+        return len(self._now.passes) - 1
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups that the running forward pass has so far."""
+        return 0 if self._now.chunk is None else len(self._now.chunk.groups)
+
+    def measure_bandwidth(self) -> Optional[Bandwidth]:
+        """Return the bandwidth of copies, measured at the first call; None if it cannot be.
+
+        Call between iterations, on all ranks of a host between the same two.
+        """
+        return self._tuner.measure_bandwidth()
+
+    @property
     def plan(self) -> Optional[Plan]:
         """The plan being followed, or else that of the last iteration; None if there is none."""
         return self._now.plan or self._last_plan
@@ -176,6 +203,16 @@ class OffloadEngine:
                 "backward reads what its forward has saved; change them after the schedule has "
                 "returned"
             )
+
+    def change_target(self, target_memory_bytes: int) -> None:
+        """Limit the device peak, drop all plans, and record the next iteration.
+
+        Call between iterations.
+        """
+        options = replace(self._tuner.options, target_memory_bytes=target_memory_bytes)
+        self._tuner.change_options(options)
+        self._cache.clear()
+        self._last_plan = self._next_plan = None
 
     def predict_overheads(self) -> None:
         """Only predict the overhead of plans, as for iterations that are captured afterwards."""

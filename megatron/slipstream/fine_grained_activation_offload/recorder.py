@@ -17,7 +17,7 @@ import itertools
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Protocol
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
@@ -86,7 +86,7 @@ class MemoryReader:
         """Peaks between each mark and the next."""
         self._beside_gradients: list[int] = []
         """The same, excluding gradients."""
-        self._gradient_bytes: Optional[int] = None
+        self.gradient_bytes: Optional[int] = None
         """Bytes of gradients; None before the first mark, or if the parameters are unknown."""
         self._begin_interval()
 
@@ -105,7 +105,7 @@ class MemoryReader:
         reading = self._backend.memory()
         if reading is not None:
             if not self._allocated and self._backend.gradients is not None:
-                self._gradient_bytes = self._backend.gradients.count()
+                self.gradient_bytes = self._backend.gradients.count()
             self._allocated.append(reading[0])
             self._backend.reset_peak_memory()
 
@@ -116,18 +116,24 @@ class MemoryReader:
         are accumulated into the first one. From then on it counts as a gradient.
         """
         reading = self._backend.memory()
-        if reading is not None and self._gradient_bytes is not None:
+        if reading is not None and self.gradient_bytes is not None:
             self._note_peak(reading[1])
-            self._gradient_bytes += nbytes
+            self.gradient_bytes += nbytes
             self._backend.reset_peak_memory()
+
+    def keep_peak(self) -> None:
+        """Call before the allocator's peak is reset within a step."""
+        reading = self._backend.memory()
+        if reading is not None:
+            self._note_peak(reading[1])
 
     def _begin_interval(self) -> None:
         self._peak = self._peak_beside_gradients = 0
 
     def _note_peak(self, peak_bytes: int) -> None:
         self._peak = max(self._peak, peak_bytes)
-        if self._gradient_bytes is not None:
-            beside = peak_bytes - self._gradient_bytes
+        if self.gradient_bytes is not None:
+            beside = peak_bytes - self.gradient_bytes
             self._peak_beside_gradients = max(self._peak_beside_gradients, beside)
 
     def readings(self, absent_bytes: Sequence[int]) -> tuple[MemoryReading, ...]:
@@ -140,6 +146,16 @@ class MemoryReader:
             return ()
         figures = (self._allocated, self._peaks, absent_bytes, self._beside_gradients)
         return tuple(map(MemoryReading, *figures))
+
+
+class MarkObserver(Protocol):
+    """Is told of the marks of an iteration while memory is read."""
+
+    def before_mark(self) -> None:
+        """Called when the host reaches a mark."""
+
+    def after_mark(self) -> None:
+        """Called when the actions of the mark are done."""
 
 
 class Recorder:
@@ -156,6 +172,7 @@ class Recorder:
         """Storages whose device memory was still alive when they were due to be reloaded."""
         self._recomputed: set[StorageId] = set()
         """The subset that forward discards and backward recomputes."""
+        self.observer: Optional[MarkObserver] = None
         self.reads_memory = True
         """Whether to read the allocator at every mark. Each read takes tens of microseconds; see
         also [Note: The recorder resets the peak counter]."""
@@ -178,6 +195,8 @@ class Recorder:
 
     def _begin(self) -> None:
         self.steps: list[Step] = []
+        self.absent_bytes = 0
+        """Bytes of managed storages whose device memory is free now, while memory is read."""
         self._away: dict[int, _Away] = {}
         """Released storages by serial number; only while memory is read."""
         self._memory = MemoryReader(self._backend)
@@ -189,6 +208,8 @@ class Recorder:
     def add_step(self, step: Step) -> None:
         """Record a mark."""
         if self.reads_memory:
+            if self.observer is not None:
+                self.observer.before_mark()
             self._memory.begin_step()
         self.steps.append(step)
         self._note_what_is_gone()
@@ -198,6 +219,8 @@ class Recorder:
         self._note_what_is_gone()
         if self.reads_memory:
             self._memory.end_step()
+            if self.observer is not None:
+                self.observer.after_mark()
 
     def set_absent(self, storage: SavedStorage) -> None:
         """Record that the engine released the device memory at the latest mark."""
@@ -210,6 +233,8 @@ class Recorder:
         """Record that the storage has device memory again since the latest mark."""
         away = self._away.get(storage.serial)
         if away is not None:
+            if away.gone_step is not None and away.until_step is None:
+                self.absent_bytes -= away.nbytes
             away.until_step = len(self.steps) - 1
             self._lingering.pop(storage.serial, None)
         if was_held_outside:
@@ -221,11 +246,22 @@ class Recorder:
         self._recomputed.add(identity)
         self.held_outside.add(identity)
 
+    @property
+    def gradient_bytes(self) -> Optional[int]:
+        """Bytes of gradients that exist now, while memory is read; None before the first mark."""
+        return self._memory.gradient_bytes
+
+    def keep_peak(self) -> None:
+        """Call before the allocator's peak is reset between two marks."""
+        if self.reads_memory:
+            self._memory.keep_peak()
+
     def _note_what_is_gone(self) -> None:
         for serial, reference in list(self._lingering.items()):
             storage = reference()
             if storage is None or storage.is_memory_gone:
                 self._away[serial].gone_step = len(self.steps) - 1
+                self.absent_bytes += self._away[serial].nbytes
                 del self._lingering[serial]
             elif storage.is_original_emptied:
                 self.set_recomputed(storage)

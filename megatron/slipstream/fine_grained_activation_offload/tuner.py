@@ -299,8 +299,8 @@ class Tuner:
             self._read_later.append((plan, probe.clock))
             # Ranks of one host measure together, so they do it after the same iteration rather than
             # when times are read, which depends on the device's progress.
-            if entry.phase is Phase.TIMES_READ and self._bandwidth is None:
-                self._bandwidth = self._link.measure()
+            if entry.phase is Phase.TIMES_READ:
+                self.measure_bandwidth()
         if probe.memory is not None:
             entry.memory = probe.memory.readings(plan.absent_bytes)
 
@@ -369,13 +369,17 @@ class Tuner:
         self._improve(entry, "replays")
         return self._cache.find(plan.trace.steps_key) or plan
 
+    def measure_bandwidth(self) -> Optional[Bandwidth]:
+        """Return the bandwidth of copies, measured at the first call; None if it cannot be."""
+        if self._bandwidth is None:
+            self._bandwidth = self._link.measure()
+        return self._bandwidth
+
     def _improve(self, entry: PlanEntry, what: str = "iterations") -> bool:
         """Rebuild the plan from measured times if it is off. Returns whether it was rebuilt."""
         if entry.num_rounds >= MAX_ROUNDS or entry.is_as_predicted:
             return False
-        if self._bandwidth is None:
-            self._bandwidth = self._link.measure()
-        if self._bandwidth is None:
+        if self.measure_bandwidth() is None or self._bandwidth is None:
             return False
         num_moved = entry.num_moving
         own_ms = statistics.median(times.own_ms for times in entry.times)
@@ -463,12 +467,15 @@ class Tuner:
     def _tell_that_nothing_moves(self, plan: Plan) -> None:
         target_bytes, peaks = plan.options.target_memory_bytes, plan.peak_bytes()
         if target_bytes is not None and peaks is not None and peaks[1] <= target_bytes:
-            logger.warning(
+            # With a budget, that is what was asked for.
+            is_own = plan.options.target_option == PolicyOptions.target_option
+            logger.log(
+                logging.WARNING if is_own else logging.INFO,
                 "rank %d: nothing moves, since the target for the device peak is met without "
-                "offloading: the peak is %s, offload_target_memory_gib allows %s; lower the target "
-                "to move more",
+                "offloading: the peak is %s, %s allows %s; lower the target to move more",
                 self._report.rank,
                 format_bytes(peaks[1]),
+                plan.options.target_option,
                 format_bytes(target_bytes),
             )
             return

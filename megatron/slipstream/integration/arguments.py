@@ -27,6 +27,7 @@ from megatron.slipstream.experts.options import ExpertOptions
 from megatron.slipstream.integration import compat, cpu_only
 from megatron.slipstream.integration.config_file import config_from_environment
 from megatron.slipstream.integration.flag_names import did_you_mean, given_flags
+from megatron.slipstream.integration.memory_budget_rules import complete_arguments
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.model_rules import MODULE_NAMES
 from megatron.slipstream.module_rules import own_modules
@@ -188,6 +189,7 @@ def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
 
     with _process_arguments([*defaults, *argv]):
         args = megatron_arguments.parse_args(add_arguments)
+    complete_arguments(args)
     # Megatron requires a module, even to offload only the inputs of checkpoints.
     is_own = args.fine_grained_activation_offloading and args.offload_engine == "slipstream"
     if is_own and args.offload_checkpoint_inputs:

@@ -30,6 +30,7 @@ from megatron.slipstream.integration.frameworks.options import (
     OffloadOptions,
     defaults_of_later_options,
 )
+from megatron.slipstream.integration.memory_budget_rules import BUDGET_RULES
 from megatron.slipstream.integration.schedule_checks import check_schedule
 from megatron.slipstream.model_rules import (
     CHECKPOINT_RULES,
@@ -89,7 +90,7 @@ def _check_model_options(args: Any) -> list[Finding]:
     facts = SimpleNamespace(**{**defaults_of_later_options(), **vars(args)})
     facts.num_moe_experts = args.num_experts
     facts.cpu_offloading = args.cpu_offloading_num_layers > 0
-    return check_model_options(facts) + check_rules(CHECKPOINT_RULES, facts)
+    return check_model_options(facts) + check_rules((*CHECKPOINT_RULES, *BUDGET_RULES), facts)
 
 
 def _check_experts(args: Any) -> list[Finding]:
@@ -193,6 +194,14 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "there is no device memory to leave",
         "set offload_backend=auto or cpu",
         lambda f: f.offload_backend != "cuda",
+    ),
+    unsupported(
+        "without a GPU",
+        lambda f: not f.has_gpu,
+        "activation_memory_budget",
+        "host memory stands in for the device's, and has no end of its own",
+        "set the GiB that activations may use",
+        lambda f: f.activation_memory_budget != "auto",
     ),
     _graphs_are_off("cuda_graph_impl", "none"),
     _graphs_are_off("enable_cuda_graph", False),

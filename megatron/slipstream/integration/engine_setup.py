@@ -39,5 +39,10 @@ def policy_options(config: OffloadConfig) -> PolicyOptions:
         release_lag=config.offload_release_lag,
         prefetch_depth=config.offload_prefetch_depth,
         target_memory_bytes=None if target_gib is None else int(target_gib * 2**30),
+        target_option=(
+            PolicyOptions.target_option
+            if config.activation_memory_budget is None
+            else "activation_memory_budget"
+        ),
         max_overhead_percent=config.max_overhead_percent,
     )

@@ -39,6 +39,7 @@ from megatron.slipstream.integration.engine_setup import (
     open_backend,
     policy_options,
 )
+from megatron.slipstream.integration.memory_budget_rules import BUDGET_RULES
 from megatron.slipstream.integration.run_files import RunFiles
 from megatron.slipstream.integration.run_metadata import environment, settings
 from megatron.slipstream.integration.tiled_model import tiles_of
@@ -55,7 +56,7 @@ from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.plan import files
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.rules import check_rules, warn_once
+from megatron.slipstream.rules import check_rules, require, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     features = [Feature.ENGINE, Feature.MODULE_NAMES, Feature.SYNC_FREE_DISPATCH]
     if isinstance(backend, CudaBackend):
         features += [Feature.ENGINE_ON_GPU, Feature.PEAK_MEMORY]
-    if config.offload_checkpoint_inputs:
+    if config.moves_checkpoint_inputs:
         features.append(Feature.CHECKPOINT_INPUTS)
     options = policy_options(config)
     make_manager = partial(_make_manager, config, backend, options)
@@ -149,8 +150,9 @@ def _prepare_chunk(
     find_engine: Callable[[], model_router.RoutedManager],
 ) -> list[Callable[[], None]]:
     """Prepare a model chunk before it runs; return functions that undo it."""
-    undo = module_groups.mark_modules(chunk)
     facts = SimpleNamespace(**{**vars(chunk.config), **vars(config), **vars(tiles_of(chunk))})
+    require(check_rules(BUDGET_RULES, facts))
+    undo = module_groups.mark_modules(chunk)
     if config.offload_checkpoint_inputs:
         # Not an error: the settings apply to all models, and some may recompute nothing.
         warn_once(check_rules(CHECKPOINT_RULES, facts))
@@ -176,6 +178,10 @@ def _make_manager(
     manager.config = config
     manager.report.settings = settings(config)
     _equip(manager, config)
+    if config.activation_memory_budget is not None:
+        from megatron.slipstream.integration.memory_budget import MemoryBudget
+
+        manager.budget = MemoryBudget(manager, config.activation_memory_budget)
     return manager
 
 
@@ -201,7 +207,7 @@ def make_graph_engine(
 
 
 def _equip(engine: PipelineOffloadManager, config: OffloadConfig) -> None:
-    engine.moves_checkpoint_inputs = config.offload_checkpoint_inputs
+    engine.moves_checkpoint_inputs = config.moves_checkpoint_inputs
     engine.region_flag = _region_flag()
 
 

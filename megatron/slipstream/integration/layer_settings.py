@@ -115,6 +115,15 @@ def apply(assignment: Assignment, chunks: Sequence[torch.nn.Module]) -> None:
         _states[one.layer].take(one, setting)
 
 
+def make_frugal(chunk: torch.nn.Module) -> None:
+    """Give each layer of a chunk its most frugal setting before the chunk's first pass.
+
+    The engine is not told: the chunk may have its first pass within an iteration.
+    """
+    for one in layers_of([chunk]):
+        _states[one.layer].take(one, one.settings[0])
+
+
 def restore(chunks: Sequence[torch.nn.Module]) -> None:
     """Give each layer back the attributes and the class that it was built with.
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
@@ -37,6 +37,9 @@ from megatron.slipstream.integration.tiled_model import tile_counts
 from megatron.slipstream.model_rules import moves_in_layer_graphs
 from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
 from megatron.slipstream.plan.trace import StepKind
+
+if TYPE_CHECKING:
+    from megatron.slipstream.integration.memory_budget import MemoryBudget
 
 Prepare = Callable[[torch.nn.Module, Callable[[], "RoutedManager"]], list[Callable[[], None]]]
 """Prepares a model chunk before it runs, and returns functions that undo it. Its second argument
@@ -54,6 +57,8 @@ class RoutedManager(PipelineOffloadManager):
         super().__init__(*arguments)
         self.config = OffloadConfig()
         """The settings from which it was created."""
+        self.budget: Optional[MemoryBudget] = None
+        """Keeps to ``activation_memory_budget``; None without one."""
 
     @property
     def do_offload(self) -> bool:
@@ -86,7 +91,11 @@ class RoutedManager(PipelineOffloadManager):
     def reset(self, **options: Any) -> None:
         """End the iteration of the model that a schedule ran; called when the schedule ends."""
         for manager in self.router.ended_by_schedule(self):
+            if manager.budget is not None:
+                manager.budget.before_end()
             super(RoutedManager, manager).reset(**options)
+            if manager.budget is not None:
+                manager.budget.after_end()
         self.router.num_iterations += 1
         self.router.after_iteration(self.router.num_iterations)
 
@@ -97,6 +106,8 @@ class RoutedManager(PipelineOffloadManager):
 
     def close(self) -> None:
         """Free the host memory, and give its share of the limit to other engines."""
+        if self.budget is not None:
+            self.budget.close()
         super().close()
         host_limit.leave(self.store.host_pool)
 
@@ -274,6 +285,7 @@ class Router:
     def calling(self, chunk: Any) -> Iterator[None]:
         """Context of a call of ``chunk``."""
         manager = self.manager_of(chunk) if self.is_training else None
+        budget = None if manager is None else manager.budget
         seam = mcore_offload.PipelineOffloadManager
         before, began = seam.OFFLOAD_MGR, self.begins_pass
         self.note_call()
@@ -282,11 +294,15 @@ class Router:
             if manager is not None:
                 seam.OFFLOAD_MGR = manager
                 manager.wanted_modules = tuple(chunk.config.offload_modules or ())
+                if budget is not None:
+                    budget.enter(chunk, is_first=not manager.has_begun)
                 self.begins_pass = True
                 if hasattr(chunk, "preprocess_for_fine_grained_offloading"):
                     chunk.preprocess_for_fine_grained_offloading()
             self.begins_pass = False
             yield
+            if budget is not None:
+                budget.leave(chunk)
         except BaseException:
             if manager is not None:
                 manager.leave_open_regions()

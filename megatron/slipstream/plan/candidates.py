@@ -38,6 +38,8 @@ class PolicyOptions:
     target_memory_bytes: Optional[int] = None
     """Upper limit on the device peak; the plan meets it in the least time. None to move every group
     that may move."""
+    target_option: str = "offload_target_memory_gib"
+    """The user's option that sets it, for messages."""
     max_overhead_percent: Optional[float] = None
     """Upper limit on the time that compute stalls on copies, in percent of compute time; the plan
     lowers the device peak as far as that allows. None to move every group that may move. Mutually
@@ -73,7 +75,7 @@ NOT_WORTH_THE_WAIT = (
 )
 CANNOT_HIDE = "offload_max_overhead_percent keeps it: its copies cannot hide behind computation"
 NOT_NEEDED_FOR_PEAK = "offload_max_overhead_percent keeps it: moving it would not lower the peak"
-NOT_NEEDED_FOR_TARGET = "offload_target_memory_gib keeps it: the peak fits without moving it"
+NOT_NEEDED_FOR_TARGET = "the limit on the device peak keeps it: the peak fits without moving it"
 
 
 def keep_where_backward_follows(trace: Trace, moving: Sequence[GroupKey]) -> Kept:

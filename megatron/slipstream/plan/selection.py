@@ -84,6 +84,8 @@ def select(
         moving: The groups that the policies allow to move.
         kept: The reason for every other group.
     """
+    if not trace.is_timed and _fits_without_moving(trace, options):
+        return Selection(frozenset(), {**dict.fromkeys(moving, NOT_NEEDED_FOR_TARGET), **kept}, {})
     by_count = _select_by_count(trace, options, moving, kept)
     why_not = why_not_followed(trace, options)
     if why_not:
@@ -94,7 +96,7 @@ def select(
     model = IterationModel(trace)
     optional = may_hide(trace, options, kept)
     if options.target_memory_bytes is not None:
-        return _select_for_memory(model, moving | optional, kept, options.target_memory_bytes)
+        return _select_for_memory(model, moving | optional, kept, options)
     if options.max_overhead_percent is not None:
         return _select_for_time(model, moving | optional, kept, options.max_overhead_percent)
     fitting = fitting_groups(model, moving | optional)
@@ -107,6 +109,22 @@ def select(
     )
     given_up = dict.fromkeys(by_count.moving - choice.moving, NOT_WORTH_THE_WAIT)
     return replace(_selection(model, choice, by_count.kept | given_up), notes=why_not)
+
+
+def _fits_without_moving(trace: Trace, options: PolicyOptions) -> bool:
+    """Return whether the device peak is within a budget, wherever gradients are allocated.
+
+    A budget's iterations are like those that follow. Before another target's first plan from times,
+    gradients may not have been seen yet.
+    """
+    target_bytes = options.target_memory_bytes
+    is_budget = options.target_option != PolicyOptions.target_option
+    if target_bytes is None or not is_budget or not trace.memory:
+        return False
+    gradient_bytes = max(m.peak_bytes - m.peak_beside_gradients_bytes for m in trace.memory)
+    beside = IterationModel(trace).present_beside_gradients_bytes
+    most = max(trace.present_bytes)
+    return (most if beside is None else max(most, beside.max() + gradient_bytes)) <= target_bytes
 
 
 def _select_by_count(
@@ -178,7 +196,7 @@ def why_not_followed(trace: Trace, options: PolicyOptions) -> tuple[str, ...]:
     if options.target_memory_bytes is not None:
         if not lacks and not trace.memory:
             lacks = "readings of device memory"
-        name = _target(options.target_memory_bytes)
+        name = describe_target(options)
     elif options.max_overhead_percent is not None:
         name = _overhead(options.max_overhead_percent)
     else:
@@ -187,15 +205,17 @@ def why_not_followed(trace: Trace, options: PolicyOptions) -> tuple[str, ...]:
 
 
 def _select_for_memory(
-    model: IterationModel, movable: frozenset[GroupKey], kept: Kept, target_bytes: int
+    model: IterationModel, movable: frozenset[GroupKey], kept: Kept, options: PolicyOptions
 ) -> Selection:
+    target_bytes = options.target_memory_bytes
+    assert target_bytes is not None
     fitting = fitting_groups(model, movable)
     choice, bound = choose_for_memory(model, fitting, target_bytes)
     notes: tuple[str, ...] = ()
     excess = choice.timing.peak_bytes - target_bytes
     if excess > 0:
         notes = (
-            f"{_target(target_bytes)} cannot be met: the lowest peak that the groups "
+            f"{describe_target(options)} cannot be met: the lowest peak that the groups "
             f"that may move allow is {_gib(choice.timing.peak_bytes)}, {_gib(excess)} more; let "
             "more modules move, or raise the target",
         )
@@ -265,8 +285,12 @@ def _host_cost(trace: Trace) -> str:
     )
 
 
-def _target(target_bytes: int) -> str:
-    return f"offload_target_memory_gib={target_bytes / 2**30:.4g}"
+def describe_target(options: PolicyOptions) -> str:
+    """Return the limit on the device peak, with the user's option that sets it."""
+    target_gib = (options.target_memory_bytes or 0) / 2**30
+    if options.target_option == PolicyOptions.target_option:
+        return f"offload_target_memory_gib={target_gib:.4g}"
+    return f"the device peak of {target_gib:.4g} GiB that {options.target_option} allows"
 
 
 def _overhead(max_percent: float) -> str:

@@ -23,6 +23,7 @@ from megatron.slipstream.context_parallel.options import (
 )
 from megatron.slipstream.experts.options import EXPERT_RULES, ExpertOptions, check_experts
 from megatron.slipstream.integration.attach.handle import ATTACH_RULES
+from megatron.slipstream.integration.memory_budget_rules import BUDGET_RULES
 from megatron.slipstream.model_rules import CHECKPOINT_RULES, MODEL_RULES, check_model_options
 from megatron.slipstream.packed_sequences.options import (
     PACKING_RULES,
@@ -98,6 +99,11 @@ OWN = [
     Case(
         {"offload_max_overhead_percent": 1.0, "offload_target_memory_gib": 1.0},
         [{"offload_max_overhead_percent": None}, {"offload_target_memory_gib": None}],
+    ),
+    either("activation_memory_budget", 0.0, a=0.5, b="auto", c=None),
+    Case(
+        {"activation_memory_budget": 1.0, "offload_target_memory_gib": 1.0},
+        [{"activation_memory_budget": None}, {"offload_target_memory_gib": None}],
     ),
     either("offload_host_memory_limit_bytes", 0, a=1, b=None),
     either("offload_verify", -1, a=0, b=1),
@@ -212,6 +218,10 @@ def _accept(facts: SimpleNamespace) -> None:
 def _accept_with_checkpoints(facts: SimpleNamespace) -> None:
     require(check_rules(CHECKPOINT_RULES, facts))
     _accept(facts)
+
+
+def _accept_with_budget(facts: SimpleNamespace) -> None:
+    require(check_rules(BUDGET_RULES, facts))
 
 
 def _accept_attached(facts: SimpleNamespace) -> None:
@@ -427,6 +437,13 @@ OF_ATTACH = [
     off("offload_report_path", "report.json"),
     off("offload_trace_path", "trace.json"),
     either("offload_checkpoint_inputs", True, a=False),
+    Case(
+        {"activation_memory_budget": 1.0},
+        [
+            {"activation_memory_budget": None},
+            {"activation_memory_budget": None, "offload_target_memory_gib": 1.0},
+        ],
+    ),
 ]
 OF_CHECKPOINTS = [
     Case(
@@ -449,6 +466,18 @@ OF_CHECKPOINTS = [
             {"offload_checkpoint_inputs": False},
         ],
     ),
+]
+OF_BUDGET = [
+    Case(
+        {name: value},
+        [{name: off}, {"activation_memory_budget": None, "cuda_graph_impl": "none"}],
+    )
+    for name, value, off in (
+        ("recompute_granularity", "full", None),
+        ("cuda_graph_impl", "transformer_engine", "none"),
+        ("cuda_graph_granularity", "chunk", "layer"),
+        ("overlap_moe_expert_parallel_comm", True, None),
+    )
 ]
 
 
@@ -475,6 +504,12 @@ TABLES = {
         OF_CHECKPOINTS,
         {**MODEL, "offload_checkpoint_inputs": True, "recompute_granularity": "full"},
         _accept_with_checkpoints,
+    ),
+    "budget": Table(
+        BUDGET_RULES,
+        OF_BUDGET,
+        {**MODEL, "activation_memory_budget": "auto"},
+        _accept_with_budget,
     ),
     "attach": Table(ATTACH_RULES, OF_ATTACH, MODEL, _accept_attached),
 }

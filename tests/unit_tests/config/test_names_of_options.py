@@ -19,6 +19,7 @@ from megatron.slipstream.experts import options as experts
 from megatron.slipstream.integration import checks, model_arguments
 from megatron.slipstream.integration.attach.handle import ATTACH_RULES
 from megatron.slipstream.integration.flag_names import known_flags
+from megatron.slipstream.integration.memory_budget_rules import BUDGET_RULES
 from megatron.slipstream.model_rules import CHECKPOINT_RULES, GRAPH_RULES, MODEL_RULES
 from megatron.slipstream.packed_sequences.options import PACKING_RULES
 from megatron.slipstream.patches import releases
@@ -82,6 +83,7 @@ TABLES = {
     "offload": RULES,
     "model": MODEL_RULES,
     "checkpoints": CHECKPOINT_RULES,
+    "budget": BUDGET_RULES,
     "graphs": GRAPH_RULES,
     "attach": ATTACH_RULES,
     "machine": checks.MACHINE_RULES,

@@ -74,6 +74,8 @@ TESTED_BY = {
     "test_a_copy_back_starts_prefetch_depth_uses_ahead_of_its_own",
     "offload_target_memory_gib": "plan/test_search.py::test_a_target_moves_as_little_as_it_takes",
     "offload_max_overhead_percent": "plan/test_search.py::test_what_hides_moves_at_no_overhead",
+    "activation_memory_budget": "integration/test_memory_budget.py::"
+    "test_training_is_bitwise_that_without_and_never_above_the_budget",
     "offload_host_memory_limit_bytes": "integration/test_shared_host_limit.py::"
     "test_models_of_several_attach_calls_stay_within_one_limit",
     "offload_native": "fine_grained_activation_offload/test_native.py::"
@@ -131,6 +133,8 @@ TOLD_LATER = {
     "test_that_an_option_wants_times_is_told_where_none_will_come",
     "offload_max_overhead_percent": "fine_grained_activation_offload/test_run_facts.py::"
     "test_that_an_option_wants_times_is_told_where_none_will_come",
+    "activation_memory_budget": "integration/test_memory_budget.py::"
+    "test_without_readings_of_memory_layers_stay_recomputed_and_a_warning_says_so",
     "offload_nvtx_ranges": "fine_grained_activation_offload/test_ranges.py::"
     "test_without_a_gpu_it_is_said_that_there_are_none",
 }
@@ -198,6 +202,7 @@ PROBES: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "offload_prefetch_depth": (lambda e: e.options.prefetch_depth, 3),
     "offload_target_memory_gib": (lambda e: e.options.target_memory_bytes, 2**30),
     "offload_max_overhead_percent": (lambda e: e.options.max_overhead_percent, 1.0),
+    "activation_memory_budget": (lambda e: getattr(e, "budget", None) is not None, True),
     "offload_host_memory_limit_bytes": (lambda e: e.store.host_pool.limit_bytes, 1 << 30),
     "offload_native": (lambda e: e.store.is_native, False),
     "offload_verify": (lambda e: e.store.verifier is not None, True),

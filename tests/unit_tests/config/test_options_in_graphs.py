@@ -57,6 +57,8 @@ ROWS: dict[str, tuple[Any, bool, bool]] = {
     # Followed if timed; see integration/test_graph_goals.py.
     "offload_target_memory_gib": (1.0, WORKS, WORKS),
     "offload_max_overhead_percent": (1.0, WORKS, WORKS),
+    # Refused by its own rules.
+    "activation_memory_budget": (1.0, WORKS, WORKS),
     "offload_host_memory_limit_bytes": (1 << 30, WORKS, WORKS),
     # A replay runs neither C++ nor Python.
     "offload_native": ("off", WORKS, WORKS),

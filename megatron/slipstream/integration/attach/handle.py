@@ -75,6 +75,13 @@ ATTACH_RULES: tuple[Rule, ...] = (
         "the inputs that checkpoints of the chosen modules keep always move",
         "leave it out",
     ),
+    unsupported(
+        "with attach()",
+        always,
+        "activation_memory_budget",
+        "only megatron-core's layers can be told what to recompute",
+        "leave it out, or set offload_target_memory_gib",
+    ),
 )
 """Requirements on an :class:`OffloadConfig` that is given to :func:`attach`."""
 

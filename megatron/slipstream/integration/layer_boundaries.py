@@ -1,0 +1,237 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Reads time and device memory where forward and backward pass the layers of a model.
+
+Hooks on the layers, and on the tensors between them, tell where an iteration is. They add no
+operation: [Note: One mark per group].
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Optional
+
+import torch
+
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+from megatron.slipstream.patches.model_calls import tensors_in
+from megatron.slipstream.plan.layer_visits import Boundary, Place, RankLayer
+from megatron.slipstream.plan.trace import GroupKey, Trace
+
+PEAK = "layers"
+"""Name of the peak since the last boundary or mark."""
+
+
+class LayerBoundaries:
+    """Records the boundaries of one iteration after the other.
+
+    Args:
+        engine: The engine of the model.
+    """
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self.shape = (0, 0)
+        """Sequence length and batch of the latest micro-batch's hidden states."""
+        self._engine = engine
+        self._layers: list[RankLayer] = []
+        self._undo: list[Callable[[], None]] = []
+        self.is_on = False
+        """Whether the running iteration is measured."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._found: list[Boundary] = []
+        self._events: list[Any] = []
+        self._groups: dict[tuple[int, int], int] = {}
+        """For each pass and layer, the number of groups that began before it."""
+        self._peak = self._absent = 0
+        self.has_memory = False
+        """Whether memory is read in that iteration."""
+        self._gradients_before = 0
+
+    def watch(self, modules: Sequence[torch.nn.Module], layers: Sequence[RankLayer]) -> None:
+        """Set hooks on the layers of a model; undo those that were set before.
+
+        Args:
+            modules: The layers of the rank.
+            layers: What is known of each.
+        """
+        self.stop()
+        self._layers = list(layers)
+        for index, module in enumerate(modules):
+            me = weakref.ref(self)
+            self._undo += [
+                module.register_forward_pre_hook(
+                    partial(_enter, me, index), with_kwargs=True
+                ).remove,
+                module.register_forward_hook(partial(_leave, me, index)).remove,
+            ]
+
+    def stop(self) -> None:
+        """Remove all hooks."""
+        while self._undo:
+            self._undo.pop()()
+
+    # An iteration.
+
+    def begin(self, has_memory: bool) -> None:
+        """Begin to measure an iteration, before its first forward.
+
+        Args:
+            has_memory: Whether the iteration is recorded, so that memory is read, too.
+        """
+        self._clear()
+        self.is_on, self.has_memory = True, has_memory
+        if has_memory:
+            self._engine.recorder.observer = self
+            gradients = self._engine.store.backend.gradients
+            self._gradients_before = 0 if gradients is None else gradients.count()
+            self._engine.store.backend.begin_peak(PEAK)
+
+    def end(self) -> None:
+        """End it: all its passes have been issued."""
+        if self.is_on:
+            self.come_to(Place.END)
+        self.is_on = False
+        self._engine.recorder.observer = None
+
+    def come_to(self, place: Place, chunk: int = -1, layer: int = -1) -> None:
+        """Cut the iteration here."""
+        if not self.is_on:
+            return
+        engine, backend = self._engine, self._engine.store.backend
+        nbytes = 0
+        reading = backend.memory() if self.has_memory else None
+        if reading is not None:
+            self.before_mark()
+            nbytes = reading[0] + self._absent - self._gradient_bytes
+        if place is Place.LAYER:
+            self._groups[engine.pass_index, layer] = engine.num_groups
+        self._found.append(Boundary(place, chunk, layer, nbytes, max(self._peak, nbytes)))
+        self._events.append(backend.timed_event(backend.current_stream()))
+        self._peak = 0
+
+    def before_mark(self) -> None:
+        """Note the peak so far: a mark's actions are about to change what is on the device."""
+        recorder, backend = self._engine.recorder, self._engine.store.backend
+        recorder.keep_peak()
+        peak = backend.peak_bytes(PEAK) + self._absent - self._gradient_bytes
+        self._peak = max(self._peak, peak)
+        backend.begin_peak(PEAK)
+
+    @property
+    def _gradient_bytes(self) -> int:
+        now = self._engine.recorder.gradient_bytes
+        return self._gradients_before if now is None else now
+
+    def after_mark(self) -> None:
+        """Begin to measure after a mark's actions."""
+        self._absent = self._engine.recorder.absent_bytes
+        self._engine.store.backend.begin_peak(PEAK)
+
+    # Results.
+
+    def boundaries(self) -> Optional[list[Boundary]]:
+        """Return the boundaries of the last iteration; None until the device has passed them."""
+        backend = self._engine.store.backend
+        found = self._found[:1]
+        for (start, stop), boundary in zip(
+            zip(self._events, self._events[1:], strict=False), self._found[1:], strict=True
+        ):
+            ms = None if stop is None else backend.elapsed_ms(start, stop)
+            if ms is None and stop is not None:
+                return None
+            found.append(boundary._replace(ms=ms))
+        return found
+
+    @property
+    def growth_bytes(self) -> int:
+        """What the last iteration, if it was recorded, left allocated beside gradients."""
+        return max(0, self._found[-1].nbytes - self._found[0].nbytes) if self._found else 0
+
+    def without_times(self) -> list[Boundary]:
+        """Return the boundaries of the last iteration without their times."""
+        return list(self._found)
+
+    def movable_bytes(self, trace: Trace) -> list[int]:
+        """Return, for each layer, the bytes of a micro-batch that can move, by the trace.
+
+        Args:
+            trace: The trace of the iteration.
+        """
+        least: dict[int, int] = {}
+        for chunk_pass in {key.chunk_pass for key in trace.group_by_key}:
+            places = sorted((n, i) for (p, i), n in self._groups.items() if p == chunk_pass)
+            if not places:
+                continue
+            stops = [number for number, _ in places[1:]] + [len(trace.groups)]
+            for (first, layer), stop in zip(places, stops, strict=True):
+                keys = {GroupKey(chunk_pass, number) for number in range(first, stop)}
+                nbytes = sum(
+                    storage.nbytes
+                    for storage in trace.storages
+                    if storage.holders[0] in keys and not storage.held_outside
+                )
+                least[layer] = min(least.get(layer, nbytes), nbytes)
+        return [least.get(index, 0) for index in range(len(self._layers))]
+
+    # Hooks.
+
+    def enter(self, index: int, inputs: Any) -> None:
+        """Note that forward enters a layer."""
+        chunk = self._layers[index].chunk
+        is_first = index == 0 or self._layers[index - 1].chunk != chunk
+        if is_first:
+            self._at_gradient(inputs, Place.INPUT_GRADIENT, index)
+        self.come_to(Place.LAYER, chunk, index)
+
+    def leave(self, index: int, outputs: Any) -> None:
+        """Note that forward leaves a layer."""
+        chunk = self._layers[index].chunk
+        is_last = index + 1 == len(self._layers) or self._layers[index + 1].chunk != chunk
+        self._at_gradient(outputs, Place.GRADIENT, index)
+        if is_last:
+            self.come_to(Place.LAYERS_END, chunk)
+
+    def _at_gradient(self, values: Any, place: Place, index: int) -> None:
+        tensors = [tensor for tensor in tensors_in(values) if tensor.requires_grad]
+        if tensors:
+            layer = index if place is Place.GRADIENT else -1
+            tensors[0].register_hook(
+                partial(_come_to_gradient, weakref.ref(self), place, index, layer)
+            )
+
+    def come_to_gradient(self, place: Place, index: int, layer: int) -> None:
+        """Note that backward has the gradient of a tensor between layers."""
+        self.come_to(place, self._layers[index].chunk, layer)
+
+
+def _is_measured(me: weakref.ref[LayerBoundaries]) -> bool:
+    boundaries = me()
+    if boundaries is None or not boundaries.is_on or not torch.is_grad_enabled():
+        return False
+    return torch._C._current_graph_task_id() == -1  # else it is a recomputation
+
+
+def _enter(me: weakref.ref[LayerBoundaries], index: int, _: Any, inputs: Any, options: Any) -> None:
+    boundaries = me()
+    if boundaries is not None and _is_measured(me):
+        hidden_states = options.get("hidden_states", inputs[0] if inputs else None)
+        boundaries.shape = (hidden_states.shape[0], hidden_states.shape[1])
+        boundaries.enter(index, hidden_states)
+
+
+def _leave(me: weakref.ref[LayerBoundaries], index: int, _: Any, __: Any, outputs: Any) -> None:
+    boundaries = me()
+    if boundaries is not None and _is_measured(me):
+        boundaries.leave(index, outputs)
+
+
+def _come_to_gradient(
+    me: weakref.ref[LayerBoundaries], place: Place, index: int, layer: int, _: torch.Tensor
+) -> None:
+    boundaries = me()
+    if boundaries is not None:
+        boundaries.come_to_gradient(place, index, layer)

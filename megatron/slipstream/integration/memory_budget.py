@@ -1,0 +1,296 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Keeps a model's activations within ``activation_memory_budget``.
+
+Before each iteration the layers get the assignment that
+:class:`~megatron.slipstream.plan.relaxation.Relaxation` has chosen, and plans the limit on the
+device peak; after it, what was measured is added. Ranks that compute a pipeline stage together
+choose from the same numbers: recomputation repeats their collectives.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal, Optional, Union
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+from megatron.slipstream.integration import layer_settings
+from megatron.slipstream.integration.layer_boundaries import LayerBoundaries
+from megatron.slipstream.plan.layer_visits import Place, RankLayer
+from megatron.slipstream.plan.relaxation import Limits, NothingFitsError, Relaxation, Stage
+from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.plan.settings import describe_setting
+
+logger = logging.getLogger(__name__)
+
+MARGIN = 0.05
+"""Share of the obtainable device memory that 'auto' leaves: the allocator reserves more than it
+allocates."""
+PEAK = "iteration"
+"""Name of the peak since the iteration began."""
+Budget = Union[float, Literal["auto"]]
+
+
+class MemoryBudget:
+    """The budget of one model.
+
+    Args:
+        engine: The engine of the model.
+        budget: GiB of activations, or 'auto'.
+
+    Raises:
+        ValueError: The budget is 'auto', and the backend's device has no end.
+    """
+
+    def __init__(self, engine: OffloadEngine, budget: Budget) -> None:
+        if budget == "auto" and engine.store.backend.obtainable_bytes() is None:
+            raise ValueError(
+                "activation_memory_budget='auto' is not supported with offload_backend="
+                f"{engine.store.backend.name!r} because host memory stands in for the device's, "
+                "and has no end of its own; set the GiB that activations may use"
+            )
+        self.relaxation: Optional[Relaxation] = None
+        """What chooses the assignment; None before the first iteration."""
+        self._engine = engine
+        self._budget = budget
+        self._chunk_refs: list[weakref.ref[torch.nn.Module]] = []
+        self._boundaries = LayerBoundaries(engine)
+        self._limits = Limits(0, 0, 0)
+        self._left_bytes = 0
+        """What the first iteration left allocated beside gradients."""
+        self._movable_bytes: list[int] = []
+        self._peak_bytes = 0
+        """The device peak of the last iteration."""
+        self._is_blind = False
+        """Whether the backend does not count memory."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device bytes of weights, gradients and optimizer state, as of the latest choice."""
+        return self._limits.resident_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """The device peak of the last iteration without :attr:`resident_bytes`."""
+        return self._peak_bytes - self._limits.resident_bytes
+
+    @property
+    def _chunks(self) -> list[torch.nn.Module]:
+        """The chunks of the model, by virtual stage."""
+        chunks = (reference() for reference in self._chunk_refs)
+        return sorted((chunk for chunk in chunks if chunk is not None), key=_stage)
+
+    def close(self) -> None:
+        """Give the layers back the settings that they were built with."""
+        self._boundaries.stop()
+        if self._chunks:
+            layer_settings.restore(self._chunks)
+        self._chunk_refs.clear()
+
+    # The life of an iteration.
+
+    def enter(self, chunk: torch.nn.Module, is_first: bool) -> None:
+        """Note that forward enters a chunk of the model in training.
+
+        Args:
+            chunk: The chunk.
+            is_first: Whether an iteration begins with it.
+
+        Raises:
+            ValueError: Activations exceed the budget with the most frugal assignment, too.
+        """
+        if all(chunk is not known for known in self._chunks):
+            self._add(chunk, is_first)
+        if is_first:
+            self._begin()
+        self._boundaries.come_to(Place.CALL, _stage(chunk))
+
+    def leave(self, chunk: torch.nn.Module) -> None:
+        """Note that forward returns from a chunk."""
+        self._boundaries.come_to(Place.RETURN, _stage(chunk))
+
+    def before_end(self) -> None:
+        """Note that all passes of the iteration have been issued, and its plan is not made yet."""
+        self._boundaries.end()
+        if not self._peak_bytes:
+            self._left_bytes = self._boundaries.growth_bytes
+        if not self._is_blind:
+            self._peak_bytes = self._engine.store.backend.peak_bytes(PEAK)
+
+    def after_end(self) -> None:
+        """Note that the iteration's plan is made."""
+        plan = self._engine.plan
+        self._movable_bytes = []
+        if self._boundaries.has_memory and plan is not None:
+            self._movable_bytes = self._boundaries.movable_bytes(plan.trace)
+
+    def _add(self, chunk: torch.nn.Module, is_first: bool) -> None:
+        """Add a chunk, with each layer at its most frugal setting."""
+        self._chunk_refs.append(weakref.ref(chunk))
+        if not is_first:
+            layer_settings.make_frugal(chunk)
+        options = layer_settings.layers_of(self._chunks)
+        stages = [_stage(one) for one in self._chunks for _ in layer_settings.layers_of([one])]
+        layers = [
+            RankLayer(one.kind, stage, one.settings)
+            for one, stage in zip(options, stages, strict=True)
+        ]
+        self.relaxation = Relaxation(layers, self._engine.options)
+        self._boundaries.watch([one.layer for one in options], layers)
+
+    def _begin(self) -> None:
+        """Give the layers the assignment of the coming iteration."""
+        relaxation, engine = self.relaxation, self._engine
+        assert relaxation is not None
+        if engine.store.backend.memory() is None:
+            self._stay_frugal(relaxation)
+            return
+        if not self._peak_bytes:  # The first iteration.
+            self._follow(relaxation, self._find_limits())
+        elif not relaxation.is_settled:
+            self._advance(relaxation)
+        engine.store.backend.begin_peak(PEAK)
+
+    def _stay_frugal(self, relaxation: Relaxation) -> None:
+        if not self._is_blind and self._engine.report.rank == 0:
+            logger.warning(
+                "activation_memory_budget=%s is not followed, because backend %s does not count "
+                "device memory: every layer is recomputed, and all that may moves; leave "
+                "activation_memory_budget out, or train on a GPU",
+                self._budget,
+                self._engine.store.backend.name,
+            )
+        self._is_blind = True
+        layer_settings.apply(relaxation.frugal, self._chunks)
+
+    def _advance(self, relaxation: Relaxation) -> None:
+        """Add the last iteration, and choose the assignment of the coming one."""
+        is_timed = relaxation.stage is Stage.TIMED
+        boundaries = self._boundaries.boundaries()
+        if is_timed and not _all_agree(boundaries is not None):
+            return  # The device is still busy with it.
+        if not is_timed or boundaries is None:
+            boundaries = self._boundaries.without_times()
+        before, limits = relaxation.assignment, self._find_limits()
+        relaxation.note(boundaries, self._movable_bytes, self.activation_bytes)
+        self._agree(relaxation)
+        allowed = -_largest([-(limits.device_bytes - limits.resident_bytes)])[0]
+        limits = limits._replace(device_bytes=limits.resident_bytes + int(allowed))
+        try:
+            relaxation.advance(limits)
+        except NothingFitsError as error:
+            raise self._nothing_fits(error) from error
+        if relaxation.assignment != before:
+            self._follow(relaxation, limits)
+        elif relaxation.is_settled:
+            self._tell_of_the_end(relaxation)
+        else:
+            self._boundaries.begin(has_memory=False)
+
+    def _follow(self, relaxation: Relaxation, limits: Limits) -> None:
+        """Give the layers their assignment, and record the coming iteration."""
+        self._limits = limits
+        self._engine.change_target(limits.device_bytes)
+        layer_settings.apply(relaxation.assignment, self._chunks)
+        if relaxation.is_settled:
+            self._tell_of_the_end(relaxation)
+        else:
+            self._boundaries.begin(has_memory=True)
+
+    # Limits, and what ranks agree on.
+
+    def _find_limits(self) -> Limits:
+        """Return what the coming iteration may use, and what is in use before it."""
+        backend = self._engine.store.backend
+        reading = backend.memory()
+        assert reading is not None
+        base_bytes = reading[0] + _absent_gradient_bytes(self._chunks)
+        resident_bytes = base_bytes - self._left_bytes
+        obtainable = backend.obtainable_bytes()
+        if self._budget != "auto":
+            device_bytes = resident_bytes + int(self._budget * 2**30)
+        else:
+            assert obtainable is not None
+            device_bytes = int(obtainable * (1 - MARGIN))
+        bandwidth = self._engine.measure_bandwidth() if self._peak_bytes else None
+        return Limits(device_bytes, resident_bytes, base_bytes, bandwidth)
+
+    def _agree(self, relaxation: Relaxation) -> None:
+        """Take the largest measurements of all ranks that compute this stage."""
+        numbers = relaxation.numbers()
+        relaxation.take(_largest(numbers))
+
+    # What users are told.
+
+    def _nothing_fits(self, error: NothingFitsError) -> ValueError:
+        share = error.allowed_bytes / error.needed_bytes
+        needed_gib = math.ceil(error.needed_bytes / 2**30 * 100) / 100
+        cures = [f"set activation_memory_budget to {needed_gib:.2f} or more"]
+        if self._budget == "auto":
+            cures = ["spread the model over more devices"]
+        length, batch = self._boundaries.shape
+        if batch > 1 and int(batch * share):
+            cures.append(f"micro_batch_size to at most {int(batch * share)} (it is {batch})")
+        if int(length * share):
+            cures.append(f"seq_length to at most {int(length * share)} (it is {length})")
+        return ValueError(
+            f"activation_memory_budget={self._budget} is not supported with this model because "
+            f"rank {self._engine.report.rank} needs {format_bytes(error.needed_bytes)} for "
+            "activations even if every layer is recomputed and its input offloaded, and "
+            f"{format_bytes(max(0, error.allowed_bytes))} are allowed; " + ", or ".join(cures)
+        )
+
+    def _tell_of_the_end(self, relaxation: Relaxation) -> None:
+        counts = Counter(map(describe_setting, relaxation.assignment))
+        predicted = relaxation.predicted
+        log = logger.info if self._engine.report.rank == 0 else logger.debug
+        log(
+            "activation_memory_budget=%s has settled: layers %s; the device peak may be %s, of "
+            "which activations %s; at most %s is predicted",
+            self._budget,
+            ", ".join(f"{number} {name}" for name, number in sorted(counts.items())),
+            format_bytes(self._limits.device_bytes),
+            format_bytes(self._limits.device_bytes - self._limits.resident_bytes),
+            format_bytes(predicted.peak_bytes if predicted is not None else 0),
+        )
+
+
+def _stage(chunk: Any) -> int:
+    return getattr(chunk, "vp_stage", None) or 0
+
+
+def _absent_gradient_bytes(chunks: Sequence[torch.nn.Module]) -> int:
+    """Return the bytes of gradients that backward will allocate."""
+    parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
+    return sum(
+        parameter.nbytes
+        for parameter in parameters
+        if parameter.requires_grad
+        and parameter.grad is None
+        and getattr(parameter, "main_grad", None) is None
+    )
+
+
+def _largest(values: Sequence[float]) -> list[float]:
+    """Return the largest of each value over the ranks that compute the same pipeline stage."""
+    if not parallel_state.model_parallel_is_initialized():
+        return list(values)
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    if torch.distributed.get_world_size(group) == 1:
+        return list(values)
+    device = "cuda" if "nccl" in torch.distributed.get_backend(group) else "cpu"
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=group)
+    return [float(value) for value in tensor.tolist()]
+
+
+def _all_agree(is_so: bool) -> bool:
+    """Return whether it is so on all ranks that compute the same pipeline stage."""
+    return _largest([0.0 if is_so else 1.0]) == [0.0]

@@ -1,0 +1,287 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What layers hold and how long they take, measured where forward and backward pass them.
+
+An iteration is cut at :class:`Boundary` objects: where forward enters a layer and where backward
+has the gradient of its output. The work between two of them belongs to one layer under its setting,
+or to what runs before or after a chunk's layers. :meth:`LayerVisits.templates` makes of it the
+templates from which the trace of any assignment is composed.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Optional
+
+from megatron.slipstream.plan.settings import WHOLE, Assignment, LayerSetting
+from megatron.slipstream.plan.templates import (
+    ONE_GROUP,
+    ChunkLayers,
+    Mark,
+    RankTemplates,
+    ScheduledPass,
+    Template,
+    TemplateGroup,
+    TemplateStorage,
+    Work,
+)
+from megatron.slipstream.plan.trace import Bandwidth, StepKind
+
+MS_PER_BYTE = 1e-9
+"""Time that recomputing a saved byte is assumed to take where nothing was timed."""
+
+
+class Place(enum.Enum):
+    """Where an iteration is cut."""
+
+    CALL = "forward enters a model chunk"
+    LAYER = "forward enters a layer"
+    LAYERS_END = "forward leaves the chunk's last layer"
+    RETURN = "the model chunk returns"
+    GRADIENT = "backward has the gradient of a layer's output"
+    INPUT_GRADIENT = "backward has the gradient of the first layer's input"
+    END = "the iteration ends"
+
+
+class Boundary(NamedTuple):
+    """A cut. Bytes are those with nothing offloaded, without gradients of parameters."""
+
+    place: Place
+    chunk: int = -1
+    """Virtual stage; -1 at the end."""
+    layer: int = -1
+    """Index of the layer of LAYER and GRADIENT among those of the rank."""
+    nbytes: int = 0
+    """Device bytes allocated here."""
+    peak_bytes: int = 0
+    """The peak since the previous boundary."""
+    ms: Optional[float] = None
+    """Time since the previous boundary; None if it was not measured."""
+
+
+class RankLayer(NamedTuple):
+    """A layer of the rank."""
+
+    kind: str
+    chunk: int
+    settings: tuple[LayerSetting, ...]
+    """The settings that it takes, the most frugal first and the flags' own last."""
+
+
+@dataclass
+class _Measured:
+    """Work of one kind at one setting, in one direction."""
+
+    net_bytes: int
+    peak_bytes: int
+    ms: Optional[float] = None
+
+    def work(self, net_bytes: int, assumed_ms: float = 0.0) -> Work:
+        ms = assumed_ms if self.ms is None else self.ms
+        return Work(ms, net_bytes, max(self.peak_bytes, net_bytes, 0))
+
+
+_Key = tuple[Hashable, ...]
+
+
+class LayerVisits:
+    """Measurements of iterations, by kind of layers and setting.
+
+    Args:
+        layers: The layers of the rank, in the order of an assignment.
+    """
+
+    def __init__(self, layers: Sequence[RankLayer]) -> None:
+        self.layers = tuple(layers)
+        self.schedule: tuple[ScheduledPass, ...] = ()
+        """The passes of the last iteration."""
+        self._measured: dict[_Key, _Measured] = {}
+        self._movable: dict[tuple[str, LayerSetting], int] = {}
+
+    def is_measured(self, kind: str, setting: LayerSetting) -> bool:
+        """Return whether layers of this kind have run with this setting."""
+        return ("F", kind, setting) in self._measured and ("B", kind, setting) in self._measured
+
+    def held_bytes(self, kind: str, setting: LayerSetting) -> int:
+        """Return what one micro-batch holds of such a layer until its backward."""
+        return max(0, self._measured["F", kind, setting].net_bytes)
+
+    def backward_bytes(self, kind: str, setting: LayerSetting) -> int:
+        """Return by how much backward of such a layer raises memory, recomputation included."""
+        return max(0, self._measured["B", kind, setting].peak_bytes)
+
+    @property
+    def num_in_flight(self) -> int:
+        """The most micro-batches of one chunk that await their backward at once."""
+        most, now = 0, dict.fromkeys({one.vp_stage for one in self.schedule}, 0)
+        for one in self.schedule:
+            now[one.vp_stage] += 1 if one.direction == "F" else -1
+            most = max(most, now[one.vp_stage])
+        return most
+
+    # An iteration.
+
+    def add(
+        self,
+        assignment: Assignment,
+        boundaries: Sequence[Boundary],
+        movable_bytes: Sequence[int] = (),
+    ) -> None:
+        """Add an iteration.
+
+        Args:
+            assignment: The settings with which it ran.
+            boundaries: Its cuts, in order.
+            movable_bytes: For each layer, the bytes of a micro-batch that can be offloaded; empty
+                if they were not recorded. Then only times count.
+        """
+        found: dict[_Key, list[tuple[Work, Optional[float]]]] = {}
+        for begin, end in itertools.pairwise(boundaries):
+            key = self._key(assignment, begin, end)
+            if key is not None:
+                net = end.nbytes - begin.nbytes
+                work = Work(0.0, net, end.peak_bytes - begin.nbytes)
+                found.setdefault(key, []).append((work, end.ms))
+        for key, works in found.items():
+            self._note(key, works, has_memory=bool(movable_bytes))
+        self.schedule = tuple(_schedule(boundaries, self.layers))
+        for layer, setting, nbytes in zip(self.layers, assignment, movable_bytes, strict=False):
+            known = self._movable.get((layer.kind, setting), nbytes)
+            self._movable[layer.kind, setting] = min(known, nbytes)
+
+    def _note(
+        self, key: _Key, works: Sequence[tuple[Work, Optional[float]]], has_memory: bool
+    ) -> None:
+        times = [ms for _, ms in works if ms is not None]
+        ms = statistics.median(times) if times else None
+        known = self._measured.get(key)
+        if has_memory:
+            # The most of all layers and micro-batches: a prediction may not be too low.
+            net = max(work.net_bytes for work, _ in works)
+            peak = max(work.peak_bytes for work, _ in works)
+            self._measured[key] = _Measured(net, peak, ms)
+        elif known is not None and ms is not None:
+            known.ms = ms
+
+    def _key(self, assignment: Assignment, begin: Boundary, end: Boundary) -> Optional[_Key]:
+        """Return whose work follows ``begin``; None if it is none of the model's."""
+        if begin.place in (Place.LAYER, Place.GRADIENT):
+            direction = "F" if begin.place is Place.LAYER else "B"
+            return direction, self.layers[begin.layer].kind, assignment[begin.layer]
+        if begin.place is Place.RETURN and end.place is not Place.GRADIENT:
+            return None
+        chunk = end.chunk if begin.place is Place.RETURN else begin.chunk
+        return begin.place, chunk
+
+    # What ranks agree on.
+
+    def numbers(self) -> list[float]:
+        """Return all measurements as numbers of which the largest of several ranks is safe."""
+        values: list[float] = []
+        for key in sorted(self._measured, key=repr):
+            one = self._measured[key]
+            values += [one.net_bytes, one.peak_bytes, -1.0 if one.ms is None else one.ms]
+        return values + [-self._movable[key] for key in sorted(self._movable, key=repr)]
+
+    def take(self, numbers: Iterable[float]) -> None:
+        """Replace all measurements by numbers in the order of :meth:`numbers`."""
+        left = iter(numbers)
+        for key in sorted(self._measured, key=repr):
+            net, peak, ms = (next(left) for _ in range(3))
+            self._measured[key] = _Measured(int(net), int(peak), None if ms < 0 else ms)
+        for name in sorted(self._movable, key=repr):
+            self._movable[name] = -int(next(left))
+
+    # Templates.
+
+    def templates(self, bandwidth: Optional[Bandwidth], state_bytes: int) -> RankTemplates:
+        """Return the templates of all kinds and settings that were measured.
+
+        Args:
+            bandwidth: Bandwidth of copies; None if it is not known.
+            state_bytes: Device memory in use beside activations.
+        """
+        templates = {
+            kind: {setting: self._template(kind, setting) for setting in self._settings(kind)}
+            for kind in {layer.kind for layer in self.layers}
+        }
+        return RankTemplates(
+            templates, tuple(self._chunks()), self.schedule, bandwidth, state_bytes
+        )
+
+    def _template(self, kind: str, setting: LayerSetting) -> Template:
+        forward, backward = self._work_of(kind, setting)
+        held = self.held_bytes(kind, setting)
+        most = max(self.held_bytes(kind, one) for one in self._settings(kind))
+        recomputed_ms = (most - held) * MS_PER_BYTE
+        movable = min(self._movable.get((kind, setting), 0), held)
+        return Template(
+            (forward.work(held), Mark(StepKind.FORWARD_COMMIT, 0, ONE_GROUP)),
+            (
+                Mark(StepKind.BACKWARD_USE, 0, ONE_GROUP),
+                backward.work(-held, recomputed_ms),
+            ),
+            (TemplateGroup(ONE_GROUP),),
+            (TemplateStorage(movable, (0,)),) if movable else (),
+        )
+
+    def _work_of(self, kind: str, setting: LayerSetting) -> tuple[_Measured, _Measured]:
+        """Return the work in forward, and in backward, with times as settings can differ.
+
+        Forward computes the same at each setting, and to recompute more takes no less time: what
+        was measured otherwise is noise.
+        """
+        forward, backward = (self._measured[way, kind, setting] for way in "FB")
+        settings = self._settings(kind)
+        less = [one for one in settings if one <= setting or setting == WHOLE]
+        return (
+            replace(forward, ms=self._ms("F", kind, settings, statistics.median)),
+            replace(backward, ms=self._ms("B", kind, less, max)),
+        )
+
+    def _ms(
+        self,
+        direction: str,
+        kind: str,
+        settings: Iterable[LayerSetting],
+        of_all: Callable[[list[float]], float],
+    ) -> Optional[float]:
+        times = [self._measured[direction, kind, one].ms for one in settings]
+        known = [ms for ms in times if ms is not None]
+        return of_all(known) if known else None
+
+    def _settings(self, kind: str) -> list[LayerSetting]:
+        """Return the settings of layers of this kind that were measured."""
+        layer = next(layer for layer in self.layers if layer.kind == kind)
+        return [setting for setting in layer.settings if self.is_measured(kind, setting)]
+
+    def _chunks(self) -> Iterable[ChunkLayers]:
+        for chunk, layers in itertools.groupby(self.layers, key=lambda layer: layer.chunk):
+            before = self._around(chunk, Place.CALL, Place.INPUT_GRADIENT)
+            after = self._around(chunk, Place.LAYERS_END, Place.RETURN)
+            kinds = tuple(layer.kind for layer in layers)
+            yield ChunkLayers(kinds, before=(before,), after=(after,))
+
+    def _around(self, chunk: int, forward: Place, backward: Place) -> Template:
+        nothing = _Measured(0, 0, 0.0)
+        ahead = self._measured.get((forward, chunk), nothing)
+        back = self._measured.get((backward, chunk), nothing)
+        held = ahead.net_bytes
+        return Template((ahead.work(held),), (back.work(-held),))
+
+
+def _schedule(
+    boundaries: Sequence[Boundary], layers: Sequence[RankLayer]
+) -> Iterable[ScheduledPass]:
+    """Yield the passes of an iteration; a chunk's backward passes come in order of its forward."""
+    last_of = {layer.chunk: index for index, layer in enumerate(layers)}
+    numbers: dict[tuple[Literal["F", "B"], int], itertools.count[int]] = {}
+    for place, chunk, layer, *_ in boundaries:
+        direction: Literal["F", "B"] = "F" if place is Place.CALL else "B"
+        if place is Place.CALL or (place is Place.GRADIENT and last_of[chunk] == layer):
+            number = next(numbers.setdefault((direction, chunk), itertools.count()))
+            yield ScheduledPass(direction, number, chunk)

@@ -1,0 +1,259 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Finds the assignment for a limit on the device peak while iterations run, never above the limit.
+
+The first iteration has every layer at its most frugal setting. Single layers then try other
+settings, as far as what is known so far says that they fit. From the measurements of each setting
+the assignment is chosen, and once more when its times are known.
+
+[Note: Why it stays below the limit]
+An iteration with an untried setting is bounded by the measured peak of the frugal one, plus, for
+each layer that tries, the most that it can hold: no more than the frugal setting's backward, which
+recomputes all of it. A chosen assignment is predicted twice, as it is planned and as the first
+iteration with it runs, in which everything moves by count; both must be below the limit by a
+margin. If an iteration needs more than was composed or predicted, later predictions are raised by
+the difference.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Optional
+
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.choose import choose
+from megatron.slipstream.plan.layer_visits import Boundary, LayerVisits, RankLayer
+from megatron.slipstream.plan.settings import Assignment, LayerSetting
+from megatron.slipstream.plan.templates import RankTemplates
+from megatron.slipstream.plan.trace import Bandwidth
+
+MARGIN = 0.01
+"""Share of the activations that predictions leave."""
+MAX_TARGETS = 4
+"""The most targets of plans that are tried until an assignment's first iteration fits, too."""
+_ASSUMED = Bandwidth(50.0, 50.0, 40.0, 40.0)
+"""The bandwidth of copies where it cannot be measured."""
+MAX_TRIALS = 2
+"""The most assignments in which single layers try settings; each has two iterations."""
+
+
+class Stage(enum.Enum):
+    """What the coming iteration is for."""
+
+    FRUGAL = "every layer at its most frugal setting; memory is recorded"
+    RECORDED = "an assignment runs for the first time; memory is recorded"
+    TIMED = "the assignment runs again, and is timed"
+    SETTLED = "nothing more is measured"
+
+
+class Limits(NamedTuple):
+    """What an iteration may use."""
+
+    device_bytes: int
+    """The limit on the device peak."""
+    resident_bytes: int
+    """Device bytes of weights, gradients and optimizer state."""
+    base_bytes: int
+    """Those, and what earlier iterations have left: some modules keep their last tensors."""
+    bandwidth: Optional[Bandwidth] = None
+    """Bandwidth of copies; None if it is not known."""
+
+
+class Prediction(NamedTuple):
+    """What is predicted for an assignment."""
+
+    assignment: Assignment
+    peak_bytes: int
+    """The device peak of iterations that follow a plan, and of the first one."""
+    ms: float
+
+
+class NothingFitsError(RuntimeError):
+    """Not even the most frugal assignment is within the limit.
+
+    Args:
+        needed_bytes: The device bytes that it needs beside the resident ones.
+        allowed_bytes: The device bytes that it may use beside the resident ones.
+    """
+
+    def __init__(self, needed_bytes: int, allowed_bytes: int) -> None:
+        super().__init__(f"{needed_bytes} bytes are needed, {allowed_bytes} allowed")
+        self.needed_bytes = needed_bytes
+        self.allowed_bytes = allowed_bytes
+
+
+class Relaxation:
+    """Chooses the assignment of each coming iteration.
+
+    Args:
+        layers: The layers of the rank, in forward order, model chunk by model chunk.
+        options: The options of plans; the limit on host memory is part of the choice.
+    """
+
+    def __init__(self, layers: Sequence[RankLayer], options: PolicyOptions) -> None:
+        self.visits = LayerVisits(layers)
+        self.options = options
+        self.stage = Stage.FRUGAL
+        self.assignment = self.frugal
+        """The assignment of the coming iteration."""
+        self.predicted: Optional[Prediction] = None
+        """What is predicted for it; None until one is chosen."""
+        self._frugal_bytes = 0
+        """The measured peak of the frugal iteration, without what is resident."""
+        self._excess_bytes = 0
+        """The most by which an iteration needed more than predicted."""
+        self._activation_bytes = 0
+        """That of the last iteration."""
+        self._num_trials = 0
+        self._num_choices = 0
+
+    @property
+    def frugal(self) -> Assignment:
+        """The most frugal assignment."""
+        return tuple(layer.settings[0] for layer in self.visits.layers)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing more is measured."""
+        return self.stage is Stage.SETTLED
+
+    def note(
+        self,
+        boundaries: Sequence[Boundary],
+        movable_bytes: Sequence[int],
+        activation_bytes: int,
+    ) -> None:
+        """Add an iteration that ran with :attr:`assignment`.
+
+        Args:
+            boundaries: See :meth:`LayerVisits.add`.
+            movable_bytes: See :meth:`LayerVisits.add`.
+            activation_bytes: Its device peak without what is resident.
+        """
+        self.visits.add(self.assignment, boundaries, movable_bytes)
+        if self.stage is Stage.FRUGAL:
+            self._frugal_bytes = activation_bytes
+        elif self.stage is Stage.RECORDED and movable_bytes:
+            composed = self.visits.templates(None, boundaries[0].nbytes).compose(self.assignment)
+            real = max(boundary.peak_bytes for boundary in boundaries)
+            self._note_excess(real - max(composed.present_bytes, default=0))
+        self._activation_bytes = activation_bytes
+
+    def _note_excess(self, nbytes: int) -> None:
+        self._excess_bytes = max(self._excess_bytes, nbytes)
+
+    def numbers(self) -> list[float]:
+        """Return all measurements as numbers of which the largest of several ranks is safe."""
+        own = (self._frugal_bytes, self._activation_bytes, self._excess_bytes)
+        return [*own, *self.visits.numbers()]
+
+    def take(self, numbers: Sequence[float]) -> None:
+        """Replace all measurements by numbers in the order of :meth:`numbers`."""
+        own = map(int, numbers[:3])
+        self._frugal_bytes, self._activation_bytes, self._excess_bytes = own
+        self.visits.take(numbers[3:])
+
+    def advance(self, limits: Limits) -> Assignment:
+        """Return the assignment of the next iteration, after :meth:`note`.
+
+        Raises:
+            NothingFitsError: Not even the most frugal assignment is within the limit.
+        """
+        allowed = limits.device_bytes - limits.resident_bytes
+        if self._frugal_bytes > allowed:
+            raise NothingFitsError(self._frugal_bytes, allowed)
+        if self.predicted is not None:
+            known = self.predicted.peak_bytes - limits.resident_bytes
+            self._note_excess(self._activation_bytes - known)
+        if self.stage is Stage.RECORDED:
+            self.stage = Stage.TIMED
+            return self.assignment
+        trial = self._next_trial(allowed) if self._num_choices == 0 else None
+        if trial is not None:
+            self._num_trials += 1
+            self.assignment, self.stage = trial, Stage.RECORDED
+            return trial
+        return self._settle_or_choose(limits)
+
+    def _settle_or_choose(self, limits: Limits) -> Assignment:
+        chosen = self.choose(limits)
+        is_same = chosen.assignment == self.assignment
+        self.predicted = chosen
+        self._num_choices += 1
+        if is_same or self._num_choices > 2:
+            self.stage = Stage.SETTLED
+            return self.assignment
+        self.assignment, self.stage = chosen.assignment, Stage.RECORDED
+        return self.assignment
+
+    # Trials.
+
+    def _next_trial(self, allowed: int) -> Optional[Assignment]:
+        """Return an assignment in which layers try settings; None if there is no other to try."""
+        if self._num_trials == MAX_TRIALS:
+            return None
+        assignment, left = list(self.frugal), allowed - self._frugal_bytes
+        for index, setting in self._untried():
+            layer = self.visits.layers[index]
+            needed = self.visits.num_in_flight * self._most_held(layer)
+            if needed <= left and setting is not None:
+                assignment[index] = setting
+                left -= needed
+        trial = tuple(assignment)
+        return None if trial == self.frugal else trial
+
+    def _untried(self) -> Iterator[tuple[int, LayerSetting]]:
+        """Yield a layer for each setting that its kind has not tried, the latest layers first."""
+        layers = self.visits.layers
+        for kind in dict.fromkeys(layer.kind for layer in layers):
+            indices = [index for index, layer in enumerate(layers) if layer.kind == kind]
+            untried = [
+                setting
+                for setting in _worth_trying(layers[indices[0]].settings)
+                if not self.visits.is_measured(kind, setting)
+            ]
+            # The last layer of a pass may not move, and the first one's input lingers.
+            places = [*reversed(indices[1:-1]), *indices[-1:], *indices[:1]]
+            yield from zip(dict.fromkeys(places), untried, strict=False)
+
+    def _most_held(self, layer: RankLayer) -> int:
+        """Return the most bytes that such a layer holds for a micro-batch, at any setting."""
+        least = layer.settings[-1]
+        if self.visits.is_measured(layer.kind, least):
+            return self.visits.held_bytes(layer.kind, least)
+        return self.visits.backward_bytes(layer.kind, layer.settings[0])
+
+    # The choice.
+
+    def choose(self, limits: Limits) -> Prediction:
+        """Return the fastest assignment that is predicted to stay within the limit."""
+        rank = self.visits.templates(limits.bandwidth or _ASSUMED, limits.base_bytes)
+        margin = int(MARGIN * (limits.device_bytes - limits.resident_bytes))
+        allowed = target = limits.device_bytes - margin - self._excess_bytes
+        for _ in range(MAX_TARGETS):
+            choice = choose(rank, target, self.options.host_memory_limit_bytes)
+            first = self._peak_by_count(rank, choice.assignment)
+            if choice.fits and first <= allowed:
+                peak = max(choice.peak_bytes, first) + self._excess_bytes
+                return Prediction(choice.assignment, peak, choice.total_ms)
+            if not choice.fits:
+                break
+            target -= first - allowed
+        return Prediction(self.frugal, limits.resident_bytes + self._frugal_bytes, 0.0)
+
+    def _peak_by_count(self, rank: RankTemplates, assignment: Assignment) -> int:
+        """Return the predicted peak of the first iteration with an assignment."""
+        trace = replace(rank.compose(assignment), step_ms=(), bandwidth=None)
+        peaks = build_plan(trace, replace(self.options, target_memory_bytes=None)).peak_bytes()
+        return 0 if peaks is None else peaks[1]
+
+
+def _worth_trying(settings: Sequence[LayerSetting]) -> list[LayerSetting]:
+    """Return the settings to try, the least frugal first: single parts, and all at once."""
+    least, most = settings[-1], settings[min(1, len(settings) - 1)]
+    single = [setting for setting in reversed(settings) if len(setting - least) == 1]
+    chosen = dict.fromkeys([least, most, *single])
+    return [setting for setting in chosen if setting != settings[0]]

@@ -1,0 +1,121 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A budget for activations is kept in every iteration, from the first, and changes no bit."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from budgeted_training import Budgeted, train_within
+from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
+from ranks import run_ranks
+from tiny_gpt import build_chunks, initialize, make_config, train_steps
+
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.integration import install, layer_settings
+from megatron.slipstream.plan.relaxation import Stage
+from megatron.slipstream.plan.settings import WHOLE
+
+NORM = {"normalization": "LayerNorm"}
+"""One operation, as Transformer Engine's norms are."""
+DENSE = ModelCase("dense", num_layers=6, overrides=NORM)
+MIXED = ModelCase("mixed", num_layers=4, overrides=NORM)
+NUM_STEPS = 14
+MAX_UNTIL_SETTLED = 12
+
+
+def _train(case: ModelCase, budget: float, counts: tuple[int, ...] = (2,) * NUM_STEPS) -> Budgeted:
+    modules = DENSE_MODULES if case.kind == "dense" else MOE_MODULES
+    (result,) = run_ranks(1, train_within, case, modules, "cpu", budget, counts)
+    return result
+
+
+def _check(result: Budgeted) -> None:
+    assert result.error == ""
+    assert result.difference is None
+    assert max(result.activation_bytes) <= result.budget_bytes
+    assert set(result.assignments[0]) == {WHOLE}
+    assert result.num_until_settled <= MAX_UNTIL_SETTLED
+
+
+@pytest.mark.parametrize("budget", [0.8, 0.5], ids=str)
+@pytest.mark.parametrize("case", [DENSE, MIXED], ids=lambda case: case.kind)
+def test_training_is_bitwise_that_without_and_never_above_the_budget(
+    case: ModelCase, budget: float
+) -> None:
+    result = _train(case, budget)
+    _check(result)
+    assert result.planned_bytes == pytest.approx(result.activation_bytes[-1], rel=0.01)
+    used = max(result.activation_bytes[result.num_until_settled :]) / result.budget_bytes
+    assert used > 0.5, "what there is room for is kept"
+
+
+def test_with_room_to_spare_nothing_is_recomputed_and_nothing_moves() -> None:
+    result = _train(DENSE, 1.5)
+    _check(result)
+    assert result.assignments[-1] == result.least
+    assert result.moved_bytes == 0
+
+
+def test_where_nothing_fits_an_error_names_what_would() -> None:
+    result = _train(DENSE, 0.05)
+    assert "even if every layer is recomputed" in result.error
+    assert "set activation_memory_budget to 0.01 or more, or seq_length to at most" in result.error
+
+
+def test_iterations_of_other_numbers_of_micro_batches_stay_within_it() -> None:
+    result = _train(DENSE, 0.5, (2, 3, 1, 2) * 4)
+    _check(result)
+
+
+@pytest.mark.parametrize("shape", [(2, None), (2, 2)], ids=str)
+def test_the_stages_of_a_pipeline_have_each_its_own(shape: tuple[int, Any]) -> None:
+    pp, vpp = shape
+    case = ModelCase("dense", num_layers=8, pp=pp, vpp=vpp, overrides=NORM)
+    results = run_ranks(pp, train_within, case, DENSE_MODULES, "cpu-lazy", 0.6, (4,) * NUM_STEPS)
+    for result in results:
+        _check(result)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "ep": 2}], ids=str)
+def test_ranks_that_share_a_stage_choose_alike(sizes: dict[str, int]) -> None:
+    """Otherwise one would wait for a collective of a recomputation that the other does not run."""
+    case = ModelCase("moe" if "ep" in sizes else "dense", overrides=NORM, **sizes)
+    modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
+    results = run_ranks(2, train_within, case, modules, "cpu", 0.6, (2,) * NUM_STEPS)
+    for result in results:
+        _check(result)
+    assert results[0].assignments == results[1].assignments
+
+
+def train_without_readings(rank: int, world_size: int, port: int) -> tuple[list[str], Stage]:
+    """The warnings about the budget, and the stage after two iterations."""
+    case = ModelCase(num_layers=2)
+    initialize(case, rank, world_size, port)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron.slipstream").addHandler(handler)
+    manager = install.install(OffloadConfig(offload_backend="cpu", activation_memory_budget=1.0))
+    config = make_config(case, DENSE_MODULES)
+    chunks = build_chunks(case, config)
+    for _ in train_steps(case, config, chunks, (1, 1)):
+        assert set(layer_settings.assignment_of(chunks)) == {WHOLE}
+    assert manager.budget is not None
+    assert manager.budget.relaxation is not None
+    told = [text for text in said if "is not followed" in text]
+    return told, manager.budget.relaxation.stage
+
+
+def test_without_readings_of_memory_layers_stay_recomputed_and_a_warning_says_so() -> None:
+    (((warning, *others), stage),) = run_ranks(1, train_without_readings)
+    assert warning.startswith("activation_memory_budget=1.0 is not followed")
+    assert not others
+    assert stage is Stage.FRUGAL
+
+
+def test_auto_needs_a_device_with_an_end() -> None:
+    with pytest.raises(ValueError, match="activation_memory_budget='auto' .* set the GiB"):
+        install.install(OffloadConfig(offload_backend="cpu", activation_memory_budget="auto"))
