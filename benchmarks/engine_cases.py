@@ -226,6 +226,19 @@ ENGINE_CASES: tuple[Case, ...] = (
         num_micro_batches=8,
     ),
     Case(
+        "moe_pp2",
+        "16 layers of the moe case on two pipeline stages, 8 micro-batches",
+        replace(MOE, num_layers=16, pp=2),
+        _EXPERT_PIPELINE_VARIANTS,
+        num_micro_batches=8,
+    ),
+    Case(
+        "moe_ep2",
+        "the moe case with its experts on two GPUs, two micro-batches each",
+        replace(MOE, dp=2, ep=2),
+        _EXPERT_PIPELINE_VARIANTS,
+    ),
+    Case(
         "moe_ep4_pp2_vpp2",
         "16 layers of the moe case, sequence 6144, micro-batch 2, 8 micro-batches, on eight GPUs: "
         "DP 4, EP 4, PP 2 (ranks 0 to 3 are the first stage), two model chunks a stage",

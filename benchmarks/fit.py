@@ -6,21 +6,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 from model_case import OWN_MODULES
 
 from benchmarks.case import Case
 from benchmarks.cases import find_case
+from benchmarks.fit_process import Worker
 from benchmarks.fit_search import NotMeasured, find_longest
 from benchmarks.fit_ways import WAYS, Setup
 from benchmarks.rows import Row, RowWriter, read_rows
@@ -128,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         "up to the first of --lengths, one in twenty up to the last")  # fmt: skip
     add("--recompute-modules", default="", metavar="A,B", help="(default: mlp,layernorm)")
     add("--modules", default="", metavar="A,B", help="offload_modules (default: all of the case)")
+    add("--micro-batches", type=int, metavar="N", help="(default: 1; of a pipeline, the case's)")
     add("--loss-tiles", type=parse_tiles, default=1, metavar="N", help="tiles of the loss, or auto")
     add("--mlp-tiles", type=parse_tiles, default=1, metavar="N", help="of each MLP, or auto")
     add("--optimizer", choices=("none", "device", "host"), default="none", help="Adam; in host "
@@ -162,73 +161,6 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "longer (default: %(default)s)")  # fmt: skip
     add("--seconds", type=float, default=570.0, metavar="S", help="begin no point after these "
         "(default: %(default)s)")  # fmt: skip
-
-
-class Worker:
-    """The process that measures points of one way; started again after a point that died.
-
-    Args:
-        setup: The way.
-        kill_seconds: The process is ended where a point takes longer.
-        is_deterministic: Whether kernels must be deterministic.
-    """
-
-    def __init__(self, setup: Setup, kill_seconds: float, is_deterministic: bool = False) -> None:
-        self._setup, self._kill_seconds = setup, kill_seconds
-        self._is_deterministic = is_deterministic
-        self._process: Optional[subprocess.Popen[str]] = None
-
-    def measure(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of the row of a point: its figures, or ``error`` and ``dies``."""
-        process = self._process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        killed = threading.Event()
-        timer = threading.Timer(self._kill_seconds, lambda: (killed.set(), process.kill()))
-        timer.start()
-        try:
-            process.stdin.write(json.dumps(point) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        finally:
-            timer.cancel()
-        if line:
-            fields: dict[str, Any] = json.loads(line)
-        elif killed.is_set():
-            fields = {"error": f"took longer than {self._kill_seconds:.0f} s", "dies": False}
-        else:
-            status = process.wait()
-            # The kernel ends a process when host memory runs out.
-            fields = {"error": f"ended with status {status}", "dies": status == -9}
-        if "error" in fields:
-            self.close()
-        return fields
-
-    def _start(self) -> subprocess.Popen[str]:
-        # Make this package importable from any folder.
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {"NVTE_CPU_OFFLOAD_V1": "1", **os.environ, "PYTHONPATH": path}
-        if self._is_deterministic:
-            environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.fit",
-            "--worker",
-            json.dumps(asdict(self._setup)),
-        ]
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-        self._process = None
 
 
 class OutOfTime(Exception):
@@ -366,6 +298,11 @@ RATES = {"step_ms": 1, "tokens_per_s": 0}
 """Columns of times, and their digits."""
 
 
+def _case(row: Row) -> str:
+    optimizer = row.get("optimizer", "none")
+    return str(row["case"]) + ("" if optimizer == "none" else f", Adam on the {optimizer}")
+
+
 def _text(value: Optional[float], unit: float, digits: int) -> str:
     """Return a figure, nothing if it was not measured."""
     return "" if value is None else f"{value / unit:,.{digits}f}"
@@ -414,7 +351,7 @@ def _run(options: argparse.Namespace) -> int:
 def _setup(options: argparse.Namespace, case: Case, way: str) -> Setup:
     if way not in WAYS:
         raise ValueError(f"--ways {way} is not one; set some of: {', '.join(WAYS)}")
-    from benchmarks.run import _engine_options
+    from benchmarks.run import engine_options
 
     def names(text: str) -> tuple[str, ...]:
         return tuple(filter(None, text.replace("+", ",").split(",")))
@@ -426,11 +363,12 @@ def _setup(options: argparse.Namespace, case: Case, way: str) -> Setup:
         modules=names(options.modules) or case.variants[-1].modules,
         own_modules=OWN_MODULES[case.model.kind],
         optimizer=options.optimizer,
+        micro_batches=options.micro_batches or (case.num_micro_batches if case.model.pp > 1 else 1),
         loss_tiles=options.loss_tiles,
         mlp_tiles=options.mlp_tiles,
         device_gib=options.device_gib,
         budget=options.budget_gib or "auto",
-        options=_engine_options(options.engine_option),
+        options=engine_options(options.engine_option),
     )
 
 
@@ -459,10 +397,10 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         if row["kind"] == "longest":
             text = f"longest; {row['dies_at']:,} dies"
-            lines.append((row["case"], row["way"], f"{row['tokens']:,}", text, *([""] * 5)))
+            lines.append((_case(row), row["way"], f"{row['tokens']:,}", text, *([""] * 5)))
         elif row["kind"] == "point" and "error" in row:
             text = "dies" if row["dies"] else "fails"
-            lines.append((row["case"], row["way"], f"{row['tokens']:,}", text, *([""] * 5)))
+            lines.append((_case(row), row["way"], f"{row['tokens']:,}", text, *([""] * 5)))
         elif row["kind"] == "point" and not row["is_search"]:
             gib = [row[name] for name in ("peak_bytes", "reserved_bytes", "moved_bytes")]
             figures = (
@@ -470,7 +408,7 @@ def table(rows: Sequence[Row]) -> str:
                 row["num_iterations"] or "",
                 *(_text(nbytes, GIB, 1) for nbytes in gib),
             )
-            lines.append((row["case"], row["way"], f"{row['tokens']:,}", *figures))
+            lines.append((_case(row), row["way"], f"{row['tokens']:,}", *figures))
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 

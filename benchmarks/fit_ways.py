@@ -49,6 +49,7 @@ class Setup:
     own_modules: tuple[str, ...] = ()
     """Those that only our engine moves, for the way that recomputes nothing."""
     optimizer: str = "none"
+    micro_batches: int = 1
     device_gib: Optional[float] = None
     """Limit of torch's allocator; None for the whole device."""
     budget: Any = "auto"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron_models import (
@@ -34,7 +36,13 @@ from benchmarks.cases import find_case
 from benchmarks.engines import SIZE_LIMIT, offload_config, own_module_names
 from benchmarks.figures import spread_of
 from benchmarks.fit_ways import OURS, Setup
-from benchmarks.measure import Step, backend_of, release_host_memory, timed_step
+from benchmarks.measure import (
+    Step,
+    backend_of,
+    maximum_of_ranks,
+    release_host_memory,
+    timed_step,
+)
 from benchmarks.variant import describe, report_fields
 from benchmarks.worker import machine_facts
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
@@ -71,7 +79,8 @@ def work(setup: Setup) -> int:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory of the device or the host was too small."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        text in str(error).lower() for text in ("out of memory", "does not fit", "alloc_failed")
+        text in str(error).lower()
+        for text in ("out of memory", "alloc_failed", "for activations even if every layer")
     )
 
 
@@ -88,7 +97,8 @@ class FitModel:
             raise RuntimeError("megatron-core's own engine moves CUDA tensors only")
         case = find_case(setup.case)
         self._case = self._with_recomputation(case.model)
-        initialize(self._case)
+        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        initialize(self._case, rank, num_ranks, int(os.environ["MASTER_PORT"]))
         self._device_bytes = self._limit_device()
         offload = {**SIZE_LIMIT, **case.offload}
         with own_module_names():
@@ -97,11 +107,18 @@ class FitModel:
         self._optimizer: Any = None
         self._end_s = 0.0
         if setup.optimizer == "none":
-            for parameter in self._chunks[0].parameters():
+            for parameter in self._parameters():
                 parameter.grad = torch.zeros_like(parameter)
         else:
             self._chunks = wrap(config, self._chunks, use_distributed_optimizer=True)
             self._optimizer = make_optimizer(self._chunks, setup.optimizer == "host")
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return itertools.chain.from_iterable(chunk.parameters() for chunk in self._chunks)
+
+    def _micro_batches(self, step: int) -> list[Any]:
+        rank = parallel_state.get_data_parallel_rank()
+        return list(micro_batches(self._case, step, self._setup.micro_batches, rank))
 
     def _with_recomputation(self, case: ModelCase) -> ModelCase:
         overrides = {**case.overrides, **self._setup.overrides}
@@ -130,7 +147,7 @@ class FitModel:
         self._case = dataclasses.replace(self._case, seq_length=point["tokens"])
         release_host_memory()
         with self._engine() as manager, metered_backend(manager) as backend:
-            data = list(micro_batches(self._case, 0, 1))
+            data = self._micro_batches(0)
             if use_gpu():
                 torch.cuda.reset_peak_memory_stats()
             resident_bytes = backend.begin_peak()
@@ -152,8 +169,8 @@ class FitModel:
             "step_ms": spread.median,
             "step_ms_interquartile": spread.interquartile,
             "step_ms_standard_error": spread.standard_error,
-            "tokens_per_s": 1e3 * self._case.micro_batch_size * point["tokens"] / spread.median,
-            "loss": timed[-1].losses[-1],
+            "tokens_per_s": 1e3 * self._num_tokens() / spread.median,
+            "losses": timed[-1].losses,
             "resident_bytes": resident_bytes,
             "peak_bytes": peak_bytes,
             "highest_bytes": highest_bytes,
@@ -174,11 +191,11 @@ class FitModel:
         with self._engine() as manager, metered_backend(manager) as backend:
             backend.begin_peak()
             for number, tokens in enumerate(point["steps"]):
-                if time.monotonic() > end_s:
+                if is_over(end_s):
                     break
                 self._case = dataclasses.replace(self._case, seq_length=tokens)
                 try:
-                    (loss,) = self._run(list(micro_batches(self._case, number, 1)))
+                    (loss,) = self._run(self._micro_batches(number))
                 except Exception as error:
                     error.add_note(f"step {number}, {tokens} tokens")
                     raise
@@ -194,7 +211,7 @@ class FitModel:
         The sum of bits as integers does not depend on the order of additions.
         """
         total = torch.zeros((), dtype=torch.int64, device="cuda" if use_gpu() else "cpu")
-        for number, parameter in enumerate(self._chunks[0].parameters(), 1):
+        for number, parameter in enumerate(self._parameters(), 1):
             assert parameter.grad is not None
             bits = parameter.grad.view(
                 {2: torch.int16, 4: torch.int32}[parameter.grad.element_size()]
@@ -213,22 +230,28 @@ class FitModel:
         yield install.install(offload_config(self._setup.engine_options))
         install.uninstall()
 
+    def _num_tokens(self) -> int:
+        """Return the tokens of an iteration on all ranks together."""
+        case = self._case
+        sequences = self._setup.micro_batches * case.micro_batch_size * case.dp
+        return sequences * case.seq_length * case.cp
+
     def _prepare(self, point: Mapping[str, Any], data: Any, manager: Any) -> list[Step]:
         """Run iterations until our plan is settled, then those of the warm-up."""
         self._end_s = time.monotonic() + point["seconds"]
         steps: list[Step] = []
         while manager is not None and len(steps) < point["max_planning"]:
-            if time.monotonic() > self._end_s or manager.is_settled:
+            if is_over(self._end_s) or maximum_of_ranks(not manager.is_settled) == 0:
                 break
             steps += self._iterate(data, 1, self._end_s)
-        if point["warmups"] and time.monotonic() < self._end_s:
+        if point["warmups"] and not is_over(self._end_s):
             steps += self._iterate(data, point["warmups"], self._end_s)
         return steps
 
     def _iterate(self, data: Any, number: int, end_s: float) -> list[Step]:
         """Run ``number`` iterations; none but the first begins after ``end_s``."""
         steps: list[Step] = []
-        while not steps or (len(steps) < number and time.monotonic() < end_s):
+        while not steps or (len(steps) < number and not is_over(end_s)):
             gc.collect()
             steps.append(timed_step(lambda _: self._run(data), len(steps)))
         return steps
@@ -242,6 +265,11 @@ class FitModel:
         finalize_model_grads(list(self._chunks), None)
         self._optimizer.step()
         return losses
+
+
+def is_over(end_s: float) -> bool:
+    """Whether a time by ``time.monotonic()`` is over on any rank. A collective."""
+    return maximum_of_ranks(time.monotonic() > end_s) > 0
 
 
 @contextlib.contextmanager

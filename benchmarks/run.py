@@ -210,7 +210,7 @@ def _engines(options: argparse.Namespace, case: Case) -> tuple[str, ...]:
     return names
 
 
-def _engine_options(texts: Sequence[str]) -> dict[str, Any]:
+def engine_options(texts: Sequence[str]) -> dict[str, Any]:
     """Parse ``NAME=VALUE`` texts, each value as a Python literal or else a string."""
     options = {}
     for text in texts:
@@ -239,7 +239,7 @@ def _job(options: argparse.Namespace, case: Case, run: str, arguments: Sequence[
         _with_micro_batches(case, options.micro_batches),
         select_variants(case, options.modules),
         _engines(options, case),
-        _engine_options(options.engine_option),
+        engine_options(options.engine_option),
         _limits(options),
         options.output / f"{options.name}.jsonl",
         run,
@@ -354,22 +354,27 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 
 
 def _start_rank(job: Job, rank: int, port: int) -> subprocess.Popen[bytes]:
-    environment = {
+    command = [sys.executable, "-m", "benchmarks.run", *job.arguments]
+    command += ["--worker", job.case.name, "--run-id", job.run]
+    return subprocess.Popen(command, env=rank_environment(rank, job.case.num_ranks, port))
+
+
+def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """Return the environment variables of a rank's process."""
+    # Make this package importable from any folder; the output path stays relative to this one.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {
         # Transformer Engine reads this on import; without it, its saved tensors do not move.
         "NVTE_CPU_OFFLOAD_V1": "1",
         **os.environ,
+        "PYTHONPATH": path,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(job.case.num_ranks),
-        "LOCAL_WORLD_SIZE": str(job.case.num_ranks),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    command = [sys.executable, "-m", "benchmarks.run", *job.arguments]
-    command += ["--worker", job.case.name, "--run-id", job.run]
-    # Make this package importable from any folder; the output path stays relative to this one.
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(command, env={**environment, "PYTHONPATH": path})
 
 
 if __name__ == "__main__":

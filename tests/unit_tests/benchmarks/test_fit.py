@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from forked import run_module
 
 from benchmarks import fit
+from benchmarks.fit_process import Worker
 from benchmarks.fit_search import NotMeasured, find_longest
 from benchmarks.fit_ways import Setup
 from benchmarks.rows import read_rows
@@ -82,7 +85,7 @@ def test_points_are_measured_until_one_dies_and_not_again(tmp_path: Path) -> Non
         fit.find_case("smoke"),
         "slipstream",
     )
-    worker = fit.Worker(setup, kill_seconds=100)
+    worker = Worker(setup, kill_seconds=100)
     point = {"iterations": 2, "warmups": 1, "max_planning": 20, "seconds": 100}
     trained = worker.measure({"steps": [16, 8, 16], "seconds": 100})
     assert len(set(trained["steps"])) == 3
@@ -102,6 +105,55 @@ def test_points_are_measured_until_one_dies_and_not_again(tmp_path: Path) -> Non
     assert set(fit.points_of(read_rows(rows), setup)) == {16, 64}
     assert fit.table(read_rows(rows)).count("| dies |") == 1
     worker.close()
+
+
+@pytest.mark.parametrize(
+    "ranks, expected",
+    [
+        pytest.param(
+            ["print(input())", "print(input().replace('bytes\": 1', 'bytes\": 3'))"],
+            {"peak_bytes": 3, "step_ms": 1, "ranks": [{"peak_bytes": 1}, {"peak_bytes": 3}]},
+            id="the highest memory counts",
+        ),
+        pytest.param(
+            ["import time; time.sleep(99)", 'print(\'{"error": "full", "dies": true}\')'],
+            {"error": "full", "dies": True},
+            id="others wait for the one that died",
+        ),
+        pytest.param(
+            ["import time; time.sleep(99)", "import os; os.kill(os.getpid(), 9)"],
+            {"error": "ended with status -9", "dies": True},
+            id="the kernel ended one",
+        ),
+        pytest.param(
+            ["import time; time.sleep(99)", "print(input())"],
+            {"error": "took longer than 1 s", "dies": False},
+            id="too slow",
+        ),
+    ],
+)
+def test_ranks_answer_as_one(
+    ranks: list[str], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Worker,
+        "_start",
+        lambda _: [
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for code in ranks
+        ],
+    )
+    is_slow = "took longer" in expected.get("error", "")
+    worker = Worker(Setup("smoke", "off", (), ()), kill_seconds=1 if is_slow else 60)
+    point = {"peak_bytes": 1, "step_ms": 1}
+    merged = worker.measure(point)
+    worker.close()
+    assert merged == expected
 
 
 class FakeWorker:
