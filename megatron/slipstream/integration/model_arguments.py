@@ -36,6 +36,7 @@ from megatron.slipstream.integration import cpu_only, dry_run, validation
 from megatron.slipstream.integration.checks import check_options
 from megatron.slipstream.integration.engine_setup import policy_options
 from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
+from megatron.slipstream.module_rules import OF_LATENT_ATTENTION, OUTSIDE_LAYERS
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 from megatron.slipstream.rules import (
@@ -249,7 +250,10 @@ def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Con
             f"{limit} of {in_iteration} micro-batches are planned, since the rest repeats them "
             "(--num-micro-batches plans others)"
         )
-    modules = tuple(args.offload_modules or ()) if config.fine_grained_activation_offloading else ()
+    modules: tuple[str, ...] = ()
+    if config.fine_grained_activation_offloading:
+        modules, unlike = _planned_modules(args.offload_modules or ())
+        notes += unlike
     if modules and args.offload_checkpoint_inputs:
         modules = (CHECKPOINT_INPUTS, *modules)
     if not modules:
@@ -267,6 +271,19 @@ def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Con
         _policy(args, config),
         tuple(notes),
     )
+
+
+def _planned_modules(names: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Return the modules to plan for those that move, and a note where they differ."""
+    notes = []
+    latent = [name for name in names if name in OF_LATENT_ATTENTION]
+    if latent:
+        notes.append(f"{' and '.join(latent)} are planned as qkv_linear, which contains them")
+    outside = [name for name in names if name in OUTSIDE_LAYERS]
+    if outside:
+        notes.append(f"{' and '.join(outside)} are planned as if they stayed")
+    planned = ("qkv_linear" if name in latent else name for name in names if name not in outside)
+    return tuple(dict.fromkeys(planned)), notes
 
 
 def _policy(args: Any, config: Any) -> PolicyOptions:

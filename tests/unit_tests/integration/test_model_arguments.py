@@ -48,6 +48,10 @@ EXPERTS = (
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall "
 )
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 32 --qk-head-dim 16 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 16 "
+)
 INPUTS = (
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
     "--offload-checkpoint-inputs"
@@ -62,11 +66,12 @@ PLANNED = {
     "experts": LLAMA + EXPERTS + "--expert-model-parallel-size 4 --moe-layer-freq ([0]+[1]*7) "
     "--moe-shared-expert-intermediate-size 128 --moe-permute-fusion",
     "every second layer": LLAMA + EXPERTS + "--moe-layer-freq 2",
-    "latent": BASE + "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 32 --qk-head-dim 16 "
-    "--qk-pos-emb-head-dim 8 --v-head-dim 16",
+    "latent": BASE + LATENT,
     "offloading": LLAMA + "--fine-grained-activation-offloading --offload-modules core_attn "
     "attn_proj --min-offloaded-tensor-size 5 --activation-offload-fraction 0.5 "
     "--delta-offload-bytes-across-pp-ranks 7 --offload-max-overhead-percent 1",
+    "own modules": BASE + LATENT + "--fine-grained-activation-offloading --offload-modules "
+    "mla_down_proj mla_up_proj mlp_fc1 mlp_act mlp_fc2 embedding output_layer",
     "recompute": LLAMA + "--recompute-granularity selective --recompute-modules core_attn mlp",
     "local": LLAMA.replace("--attention-backend fused", "") + "--transformer-impl local",
     "optimizer": LLAMA + "--use-distributed-optimizer",
@@ -265,6 +270,13 @@ def test_no_offloading_flag_is_left_out_of_these_cases() -> None:
     # PLANNED has it.
     options -= {"min_offloaded_tensor_size"}
     assert {"--" + name.replace("_", "-") for name in options} <= given
+
+
+def test_modules_that_slipstream_marks_are_planned(parsed: dict[str, Configured]) -> None:
+    found = parsed["own modules"]
+    assert found.modules == ("qkv_linear", "mlp_fc1", "mlp_act", "mlp_fc2")
+    assert "mla_down_proj and mla_up_proj are planned as qkv_linear" in " ".join(found.notes)
+    assert "embedding and output_layer are planned as if they stayed" in " ".join(found.notes)
 
 
 def test_megatrons_defaults_hold(parsed: dict[str, Configured]) -> None:
