@@ -65,7 +65,7 @@ def test_a_layer_is_shown_part_by_part(small: Path, capsys: pytest.CaptureFixtur
     assert row_of(shown, "core_attn")[1] == f"{output / 2**20:.1f} MiB"
     assert row_of(shown, "core_attn")[3] == f"{(output - statistics) / 2**20:.1f} MiB"
     assert row_of(shown, "attn_proj")[1:] == ["0 B", "0.0%", "-"]
-    assert row_of(shown, "(mlp_act)")[1:] == ["448.0 MiB", "41.1%", "-"]
+    assert row_of(shown, "mlp_act")[1:] == ["448.0 MiB", "41.1%", "-"]
     copy_ms = 160 * 2**20 / find_speed("h200").bandwidth.d2h_gb_per_s / 1e6
     assert row_of(shown, "core_attn")[4] == f"{copy_ms:.2f} ms"
     assert "all of it hides" in shown
@@ -187,7 +187,9 @@ def test_a_frontier_and_a_timeline_are_written(
     arguments = (*arguments, "--frontier", frontier, "--timeline", timeline)
     assert show("--hf-config", small, *arguments) == 0
     assert "Memory against time" in capsys.readouterr().out
-    assert json.loads(frontier.read_text())["is_measured"]
+    found = json.loads(frontier.read_text())
+    assert {point["option"] for point in found["points"]} == {"activation_memory_budget"}
+    assert [marker[0] for marker in found["markers"]] == ["off", "selective", "full", "built-in"]
     assert timeline.read_bytes().startswith(b"{")
 
 

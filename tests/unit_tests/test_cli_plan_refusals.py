@@ -192,11 +192,6 @@ def test_layers_that_a_config_does_not_have_are_refused(tmp_path: Path) -> None:
             "; set --num-micro-batches to 1040 or less, or plan one pipeline rank with --rank",
             1040,
         ),
-        (
-            ["--num-micro-batches", "5000", "--frontier", "f.json"],
-            " with --frontier is not supported with this model because 5000 times 96 groups",
-            192,
-        ),
     ],
 )
 def test_a_plan_that_would_take_minutes_names_the_most_that_is_planned(
@@ -209,8 +204,6 @@ def test_a_plan_that_would_take_minutes_names_the_most_that_is_planned(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = ["--hf-config", str(DENSE), "--seq-length", "128", *arguments]
-    if "--frontier" in arguments:
-        monkeypatch.setattr(sizes, "MAX_GROUPS", 1_000_000)
     line = refused(capsys, *given)
     assert message in line
     assert f"; set --num-micro-batches to {largest} or less" in line

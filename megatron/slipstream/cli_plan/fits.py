@@ -69,7 +69,8 @@ def prepare_search(options: argparse.Namespace) -> bool:
     asked = [name for name in SEARCH[:2] if getattr(options, name)]
     if not asked:
         for name in SEARCH[2:]:
-            if getattr(options, name) is not None:
+            is_used = name == "host_memory" and options.frontier
+            if getattr(options, name) is not None and not is_used:
                 flag = flag_of(name, options)
                 raise ValueError(
                     f"{flag} is not supported without --longest-sequence or --largest-micro-batch "
@@ -95,8 +96,7 @@ def show_fits(configured: Configured, options: argparse.Namespace) -> int:
     is_default = options.hf_config is not None and options.num_micro_batches is None
     if is_default and configured.shape.parallelism.pp == 1:
         configured = replace(configured, num_micro_batches=1)
-    memory = _memory_bytes(speed, options)
-    finder = _finder(configured, speed, memory, options)
+    finder = finder_for(configured, speed, options)
     answer = _answer(finder, options)
     sys.stdout.writelines(f"{line}\n" for line in _lines(answer, finder, speed, options))
     if options.json:
@@ -118,9 +118,9 @@ def _memory_bytes(speed: Speed, options: argparse.Namespace) -> int:
     return int((memory - margin) * 2**30)
 
 
-def _finder(
-    configured: Configured, speed: Speed, memory: int, options: argparse.Namespace
-) -> Finder:
+def finder_for(configured: Configured, speed: Speed, options: argparse.Namespace) -> Finder:
+    """Return the search for what fits into the memory that the options name."""
+
     def state(shape: ModelShape, rank: int) -> int:
         if options.state_gib is not None:
             return int(options.state_gib * 2**30)
@@ -128,7 +128,7 @@ def _finder(
 
     par = configured.shape.parallelism
     host = None if options.host_memory is None else int(options.host_memory * 2**30)
-    limits = Limits(memory, host, state)
+    limits = Limits(_memory_bytes(speed, options), host, state)
     if options.largest_micro_batch:
         return Finder(configured, speed, limits, "micro_batch_size", 1)
     step = STEP_TOKENS * par.cp * (par.tp if par.sequence_parallel else 1)

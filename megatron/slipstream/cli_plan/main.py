@@ -7,9 +7,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -22,6 +23,7 @@ from megatron.slipstream.cli_plan.options import (
 )
 
 if TYPE_CHECKING:
+    from megatron.slipstream.estimate.frontier import Frontier
     from megatron.slipstream.estimate.gpus import Speed
     from megatron.slipstream.estimate.shape_tables import RankPlan
     from megatron.slipstream.estimate.training_setup import Configured
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from megatron.slipstream.plan.candidates import PolicyOptions
     from megatron.slipstream.plan.trace import Trace
     from megatron.slipstream.plan.walk import Simulation
+
+Sweep = Callable[..., "Frontier"]
+"""Plans for many targets; called with ``progress``."""
 
 GRID_ROWS = 16
 """Grid rows for a model that has not run: enough to show two layers."""
@@ -132,6 +137,7 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def _show_trace(path: Path, options: argparse.Namespace) -> int:
     from megatron.slipstream.estimate.file_errors import reading
+    from megatron.slipstream.estimate.frontier import sweep
     from megatron.slipstream.plan.candidates import PolicyOptions
     from megatron.slipstream.plan.files import load_trace
 
@@ -146,7 +152,7 @@ def _show_trace(path: Path, options: argparse.Namespace) -> int:
         plan, simulation = _plan(trace, policy, bool(options.timeline or options.frontier))
     _show(plan, simulation, 64 if options.details else 0)
     sys.stdout.writelines(f"{note}\n" for note in notes)
-    _write(plan, simulation, policy, options)
+    _write(plan, simulation, partial(sweep, trace, policy), options)
     return _status(plan)
 
 
@@ -218,7 +224,7 @@ def _show(plan: Plan, simulation: Optional[Simulation], num_rows: int) -> None:
 def _write(
     plan: Plan,
     simulation: Optional[Simulation],
-    policy: PolicyOptions,
+    sweep: Sweep,
     options: argparse.Namespace,
 ) -> None:
     from megatron.slipstream.estimate.file_errors import writing
@@ -233,7 +239,7 @@ def _write(
         with writing("--timeline", options.timeline):
             write_whole(options.timeline, timeline)
     if options.frontier:
-        frontier = _frontier(plan.trace, policy, options.frontier.suffix)
+        frontier = _frontier(sweep, options.frontier.suffix)
         with writing("--frontier", options.frontier):
             write_whole(options.frontier, frontier)
 
@@ -277,9 +283,8 @@ def _timeline(plan: Plan, simulation: Simulation, suffix: str) -> bytes:
     return render_plan_page(plan, simulation).encode()
 
 
-def _frontier(trace: Trace, policy: PolicyOptions, suffix: str) -> bytes:
+def _frontier(sweep: Sweep, suffix: str) -> bytes:
     """Sweep with a progress bar, print the table, and return the file's content."""
-    from megatron.slipstream.estimate.frontier import sweep
     from megatron.slipstream.estimate.frontier_picture import frontier_png, require_matplotlib
     from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
@@ -288,9 +293,7 @@ def _frontier(trace: Trace, policy: PolicyOptions, suffix: str) -> bytes:
     with bar_on_stderr() as progress:
         task = progress.add_task("planning for many targets", total=None)
         frontier = sweep(
-            trace,
-            policy,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            progress=lambda done, total: progress.update(task, completed=done, total=total)
         )
     sys.stdout.write(f"\nMemory against time\n{frontier.render()}\n")
     return frontier_png(frontier) if suffix == ".png" else frontier.to_json()
@@ -300,8 +303,9 @@ def _frontier(trace: Trace, policy: PolicyOptions, suffix: str) -> bytes:
 
 
 def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
-    from megatron.slipstream.cli_plan.fits import prepare_search, show_fits
+    from megatron.slipstream.cli_plan.fits import finder_for, prepare_search, show_fits
     from megatron.slipstream.cli_plan.models import configured_by, speed_for
+    from megatron.slipstream.estimate.frontier_budgets import sweep_budgets
     from megatron.slipstream.estimate.shape_tables import (
         answer,
         describe,
@@ -332,7 +336,8 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
         return 0
     sys.stdout.write(f"\nPlan of pipeline rank {shown.pp_rank}\n")
     _show(shown.plan, shown.simulation, GRID_ROWS if options.details else 0)
-    _write(shown.plan, shown.simulation, policy, options)
+    budgets = partial(sweep_budgets, finder_for(configured, speed, options))
+    _write(shown.plan, shown.simulation, budgets, options)
     has_goal = policy.target_memory_bytes is not None or policy.max_overhead_percent is not None
     if not (options.frontier or has_goal):
         sys.stdout.write(

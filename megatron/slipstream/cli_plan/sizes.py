@@ -8,16 +8,12 @@ import argparse
 from collections.abc import Sequence
 
 from megatron.slipstream.cli_plan.options import flag_of
-from megatron.slipstream.estimate.frontier import num_plans
 from megatron.slipstream.estimate.saved_tensors import marked_modules
 from megatron.slipstream.estimate.synthetic import Workplan
 
 MAX_GROUPS = 100_000
 """Maximum groups of all planned ranks. A group takes about a millisecond to plan, prove and
 simulate."""
-
-MAX_GROUPS_OF_A_SWEEP = 1_000_000
-"""Maximum groups of all plans of ``--frontier``, which plans one rank."""
 
 MAX_BYTES = 1 << 60
 """Maximum bytes of activations or state: the planner adds sizes as 64-bit integers."""
@@ -34,10 +30,7 @@ def check_sizes(work: Workplan, ranks: Sequence[int], options: argparse.Namespac
     Raises:
         ValueError: The plan is too large; the message says what to reduce.
     """
-    _check_groups(work, ranks, MAX_GROUPS, "", options)
-    if options.frontier:
-        limit = MAX_GROUPS_OF_A_SWEEP // num_plans()
-        _check_groups(work, ranks[:1], limit, " with --frontier", options)
+    _check_groups(work, ranks, options)
     chunks = work.chunks.items()
     most = max(sum(c.saved_bytes for (rank, _), c in chunks if rank == one) for one in ranks)
     if most * work.num_micro_batches > MAX_BYTES:
@@ -53,27 +46,24 @@ def check_sizes(work: Workplan, ranks: Sequence[int], options: argparse.Namespac
         )
 
 
-def _check_groups(
-    work: Workplan, ranks: Sequence[int], limit: int, where: str, options: argparse.Namespace
-) -> None:
+def _check_groups(work: Workplan, ranks: Sequence[int], options: argparse.Namespace) -> None:
     each = max(1, sum(_groups_of(work, rank) for rank in ranks))
     count = work.num_micro_batches
-    if each * count <= limit:
+    if each * count <= MAX_GROUPS:
         return
     par = work.shape.parallelism
     smallest = 1 if par.vpp is None else max(par.group_size or 0, par.pp)
-    largest = limit // each // smallest * smallest
+    largest = MAX_GROUPS // each // smallest * smallest
     shrink = [f"set --num-micro-batches to {largest} or less"] if largest else []
     if len(ranks) > 1:
         shrink.append("plan one pipeline rank with --rank")
-    if where:
-        shrink.append("leave --frontier out")
     if not largest:
         shrink.append(f"name fewer modules ({flag_of('offload_modules', options)})")
         shrink.append(f"fewer layers (num_layers={work.shape.num_layers})")
     raise ValueError(
-        f"--num-micro-batches={count}{where} is not supported with this model because {count} "
-        f"times {each} groups would be planned and the limit is {limit}; {', or '.join(shrink)}"
+        f"--num-micro-batches={count} is not supported with this model because {count} "
+        f"times {each} groups would be planned and the limit is {MAX_GROUPS}; "
+        f"{', or '.join(shrink)}"
     )
 
 

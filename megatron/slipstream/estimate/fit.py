@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Optional
 
@@ -78,6 +79,9 @@ class Usage(NamedTuple):
     parts: Parts
     """On the device at its peak."""
     host_bytes: int
+    """The most that is on the host at once."""
+    moved_bytes: int
+    """Offloaded in an iteration, and reloaded."""
 
     def exceeded(self, limits: Limits) -> str:
         """Return what exceeds a limit; empty if it fits."""
@@ -94,6 +98,8 @@ class Row(NamedTuple):
 
     text: str
     """What it recomputes, moves and tiles."""
+    label: str
+    """The same in short."""
     usage: Usage
     step_ms: float
     tokens_per_s: float
@@ -132,13 +138,23 @@ class Mix:
 
     def describe(self, num_layers: int) -> str:
         """Return what it does, as text, for chunks of this many layers."""
-        counts = {way: self.ways(num_layers).count(way) for way in (self.first, self.rest)}
-        counts = {way: count for way, count in counts.items() if count}
+        counts = self._counts(num_layers)
         texts = [
-            way.describe() if len(counts) == 1 else f"{count} layers: {way.describe()}"
+            way.describe()
+            if len(counts) == 1
+            else f"{count} layer{'s' if count > 1 else ''}: {way.describe()}"
             for way, count in counts.items()
         ]
         return "; ".join(texts + ["logits in tiles"] * self.tiles_logits)
+
+    def label(self, num_layers: int) -> str:
+        """Return the same in short, such as ``"20 x (mlp, offload), 12 x (keep)"``."""
+        texts = [f"{count} x ({way.label})" for way, count in self._counts(num_layers).items()]
+        return ", ".join(texts + ["logits in tiles"] * self.tiles_logits)
+
+    def _counts(self, num_layers: int) -> dict[Way, int]:
+        ways = self.ways(num_layers)
+        return {way: ways.count(way) for way in dict.fromkeys(ways)}
 
 
 class ChunkUse(NamedTuple):
@@ -149,7 +165,10 @@ class ChunkUse(NamedTuple):
     forward: Parts
     backward: Parts
     forward_ms: float
+    """Of compute, or of the copies if they take longer."""
     backward_ms: float
+    compute_ms: float
+    """Of both, without waits for copies."""
 
 
 @dataclass(frozen=True)
@@ -166,15 +185,34 @@ class Estimate:
     speed: Speed
     state_bytes: tuple[int, ...]
 
+    @cached_property
+    def _usages(self) -> dict[Mix, Usage]:
+        return {}
+
+    @cached_property
+    def _steps_ms(self) -> dict[Mix, float]:
+        return {}
+
     def usage(self, mix: Mix) -> Usage:
         """Return the memory that an iteration takes."""
-        chunks = self._chunks(mix)
-        peaks = [self._peak(rank, chunks) for rank in range(len(self._schedules))]
-        parts, _ = max(peaks, key=lambda peak: peak[0].total)
-        return Usage(parts, max(host for _, host in peaks))
+        if mix not in self._usages:
+            self._usages[mix] = self._usage(mix)
+        return self._usages[mix]
 
     def step_ms(self, mix: Mix) -> float:
         """Return the time of an iteration."""
+        if mix not in self._steps_ms:
+            self._steps_ms[mix] = self._step_ms(mix)
+        return self._steps_ms[mix]
+
+    def _usage(self, mix: Mix) -> Usage:
+        chunks = self._chunks(mix)
+        ranks = [self._on_rank(rank, chunks) for rank in range(len(self._schedules))]
+        parts, host_bytes, moved_bytes = zip(*ranks, strict=True)
+        highest = max(parts, key=lambda parts: parts.total)
+        return Usage(highest, max(host_bytes), max(moved_bytes))
+
+    def _step_ms(self, mix: Mix) -> float:
         chunks = self._chunks(mix)
 
         def duration_ms(rank: int, item: Pass) -> float:
@@ -188,13 +226,19 @@ class Estimate:
             for rank, schedule in enumerate(schedules)
         )
 
+    def costs(self, mix: Mix) -> tuple[float, ...]:
+        """Return what a mix takes whatever the link: device and host memory, and compute time."""
+        usage = self.usage(mix)
+        compute_ms = sum(chunk.compute_ms for chunk in self._chunks(mix).values())
+        return usage.parts.total, usage.host_bytes, compute_ms
+
     def row(self, mix: Mix) -> Row:
         """Return what a mix does and takes."""
         step_ms = self.step_ms(mix)
         num_gpus = self._shape.parallelism.num_gpus
         layers = max(len(chunk.layers) for chunk in self._shape.chunks)
         speed = 1e3 * self._tokens_of_step / step_ms / num_gpus
-        return Row(mix.describe(layers), self.usage(mix), step_ms, speed)
+        return Row(mix.describe(layers), mix.label(layers), self.usage(mix), step_ms, speed)
 
     @property
     def _tokens_of_step(self) -> int:
@@ -230,8 +274,14 @@ class Estimate:
         return self._uses[key]
 
     def _chunks(self, mix: Mix) -> dict[tuple[int, int], ChunkUse]:
-        chunks = self._shape.chunks
-        return {(item.pp_rank, item.vp_stage): self._chunk(item, mix) for item in chunks}
+        found: dict[tuple[Any, ...], ChunkUse] = {}
+        chunks = {}
+        for item in self._shape.chunks:
+            kind = tuple(map(self._shape.is_moe, item.layers)), item.is_first, item.is_last
+            if kind not in found:
+                found[kind] = self._chunk(item, mix)
+            chunks[item.pp_rank, item.vp_stage] = found[kind]
+        return chunks
 
     def _chunk(self, chunk: Chunk, mix: Mix) -> ChunkUse:
         shape = self._shape
@@ -257,8 +307,8 @@ class Estimate:
             forward_ms += head.forward_ms
             backward_ms += head.backward_ms
         out_ms, in_ms = self._copies_ms(moved - staying)
-        return ChunkUse(held, moved - staying, forward, backward, max(forward_ms, out_ms),
-                        max(backward_ms, in_ms))  # fmt: skip
+        times_ms = max(forward_ms, out_ms), max(backward_ms, in_ms), forward_ms + backward_ms
+        return ChunkUse(held, moved - staying, forward, backward, *times_ms)
 
     def _head(self, is_tiled: bool) -> HeadUse:
         if is_tiled not in self._heads:
@@ -273,9 +323,8 @@ class Estimate:
             rates = link.d2h_both_gb_per_s, link.h2d_both_gb_per_s
         return nbytes / (1e6 * rates[0]), nbytes / (1e6 * rates[1])
 
-    def _peak(self, rank: int, chunks: dict[tuple[int, int], ChunkUse]) -> tuple[Parts, int]:
-        """Return a rank's device memory at its peak, and the most that is on the host."""
-        held = moved = most_moved = 0
+    def _on_rank(self, rank: int, chunks: dict[tuple[int, int], ChunkUse]) -> Usage:
+        held = moved = most_moved = all_moved = 0
         peak = Parts(state=self.state_bytes[rank])
         for item in self._schedules[rank]:
             chunk = chunks[rank, item.vp_stage]
@@ -287,7 +336,8 @@ class Estimate:
             held += chunk.held_bytes if sign > 0 else 0
             moved += sign * chunk.moved_bytes
             most_moved = max(most_moved, moved)
-        return peak, most_moved
+            all_moved += chunk.moved_bytes if sign > 0 else 0
+        return Usage(peak, most_moved, all_moved)
 
 
 OFF, SELECTIVE, FULL, BUILT_IN, BUDGET = WAYS = (
@@ -334,7 +384,7 @@ class Finder:
         configured: The model and its schedule.
         speed: Speed of the GPU.
         limits: What a rank may use.
-        field: The field of :class:`ModelShape` that is searched: ``seq_length`` or
+        searched: The field of :class:`ModelShape` that is searched: ``seq_length`` or
             ``micro_batch_size``.
         step: Sizes are multiples of this.
     """
@@ -342,8 +392,10 @@ class Finder:
     configured: Configured
     speed: Speed
     limits: Limits
-    field: str
+    searched: str
     step: int
+    estimates: dict[int, Estimate] = field(default_factory=dict, compare=False)
+    """Those made so far, by size; they hold for other limits with the same state."""
 
     def fit(self, name: str) -> Fit:
         """Return the largest size that fits with a way."""
@@ -355,32 +407,53 @@ class Finder:
 
     def _fits(self, name: str, size: int) -> bool:
         estimate = self.estimate(size)
-        return any(True for _ in self._fitting(estimate, self._mixes(name)))
+        mixes = _undominated(estimate, self._mixes(name))
+        return any(True for _ in self._fitting(estimate, mixes))
 
     def at(self, name: str, size: int) -> Optional[Row]:
         """Return what a way takes at a size with its fastest mix; None if it does not fit."""
         estimate = self.estimate(size)
-        mixes = self._fitting(estimate, self._mixes(name))
-        fastest = min(mixes, key=estimate.step_ms, default=None)
+        mixes = _undominated(estimate, self._mixes(name))
+        fitting = [self._hastened(estimate, mix) for mix in self._fitting(estimate, mixes)]
+        fastest = min(fitting, key=estimate.step_ms, default=None)
         return None if fastest is None else estimate.row(fastest)
 
     def _fitting(self, estimate: Estimate, mixes: Sequence[Mix]) -> Iterator[Mix]:
-        """Yield the mixes that fit: of one way, and of two where the faster alone does not."""
+        """Yield the mixes that fit: of one way, and of two with as few as fit of the first."""
         usages = {mix: estimate.usage(mix) for mix in mixes}
         yield from (mix for mix, usage in usages.items() if not usage.exceeded(self.limits))
         device = self.limits.device_bytes
         for less, more in itertools.permutations(mixes, 2):
-            if (
-                less.tiles_logits == more.tiles_logits
-                and usages[less].parts.total <= device < usages[more].parts.total
-            ):
+            if less.tiles_logits == more.tiles_logits and usages[less].parts.total <= device:
                 mixed = self._mixed(estimate, less, more)
                 if not estimate.usage(mixed).exceeded(self.limits):
                     yield mixed
 
+    def _hastened(self, estimate: Estimate, mix: Mix) -> Mix:
+        """Return the mix with more layers of its first way, if copies then hide better."""
+        low, high = mix.num_first, self._num_layers
+        while low < high:  # The time is convex: compute and copies are linear, the longer counts.
+            middle = (low + high) // 2
+            pair = [replace(mix, num_first=count) for count in (middle, middle + 1)]
+            is_over = bool(estimate.usage(pair[1]).exceeded(self.limits))
+            if is_over or estimate.step_ms(pair[0]) <= estimate.step_ms(pair[1]):
+                high = middle
+            else:
+                low = middle + 1
+        return replace(mix, num_first=low)
+
+    @cached_property
+    def _num_layers(self) -> int:
+        return max(len(chunk.layers) for chunk in self.configured.shape.chunks)
+
     def estimate(self, size: int) -> Estimate:
         """Return the estimate of the model at a size."""
-        sized: dict[str, Any] = {self.field: size}
+        if size not in self.estimates:
+            self.estimates[size] = self._estimate(size)
+        return self.estimates[size]
+
+    def _estimate(self, size: int) -> Estimate:
+        sized: dict[str, Any] = {self.searched: size}
         configured = replace(self.configured, shape=replace(self.configured.shape, **sized))
         ranks = range(configured.shape.parallelism.pp)
         state = tuple(self.limits.state_bytes(configured.shape, rank) for rank in ranks)
@@ -397,15 +470,30 @@ class Finder:
             usage = estimate.usage(replace(mix, num_first=count))
             return usage.parts.total <= self.limits.device_bytes
 
-        counts = range(self.configured.shape.num_layers + 1)
+        counts = range(self._num_layers + 1)
         return replace(mix, num_first=bisect.bisect_left(counts, True, key=fits))
+
+    def usages(self, name: str, size: int) -> list[Usage]:
+        """Return what each mix of a way with one way for all layers takes."""
+        estimate = self.estimate(size)
+        return [estimate.usage(mix) for mix in self._mixes(name)]
 
     def _beyond(self, name: str, size: int) -> tuple[Usage, str]:
         """Return the least that a way takes at a size that does not fit, and the wall."""
-        estimate = self.estimate(size)
-        usages = [estimate.usage(mix) for mix in self._mixes(name)]
-        usage = min(usages, key=lambda usage: usage.parts.total)
+        usage = min(self.usages(name, size), key=lambda usage: usage.parts.total)
         return usage, usage.exceeded(self.limits) or HOST
+
+
+def _undominated(estimate: Estimate, mixes: Sequence[Mix]) -> list[Mix]:
+    """Return the mixes that no other equals or beats in everything."""
+    found: dict[tuple[float, ...], Mix] = {}
+    for mix in mixes:
+        found.setdefault(estimate.costs(mix), mix)
+
+    def is_beaten(costs: tuple[float, ...]) -> bool:
+        return any(other != costs and all(map(operator.le, other, costs)) for other in found)
+
+    return [mix for costs, mix in found.items() if not is_beaten(costs)]
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:

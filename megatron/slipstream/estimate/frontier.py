@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Memory versus time: a sweep of plans for one trace, and the Pareto-optimal ones."""
+"""Memory versus time: a sweep of plans, and the Pareto-optimal ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import decimal
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Optional
+from typing import Any, Literal, NamedTuple, Optional
 
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
@@ -23,14 +23,22 @@ MAX_OVERHEADS_PERCENT = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 SCHEMA = "slipstream-frontier"
 VERSION = 1
 
-Sweep = Literal["activation_offload_fraction", "target_memory_bytes", "max_overhead_percent"]
+Sweep = Literal[
+    "activation_offload_fraction",
+    "target_memory_bytes",
+    "max_overhead_percent",
+    "activation_memory_budget",
+]
 
 _FLAGS: dict[Sweep, str] = {
     "activation_offload_fraction": "--fraction",
     "target_memory_bytes": "--target-memory",
     "max_overhead_percent": "--max-overhead",
+    "activation_memory_budget": "--activation-memory-budget",
 }
-"""Flags of ``slipstream plan``, which takes memory in GiB."""
+"""Flags of ``slipstream plan``, the last one of a training; memory is in GiB."""
+
+_IN_BYTES = ("target_memory_bytes", "activation_memory_budget")
 
 
 @dataclass(frozen=True)
@@ -48,14 +56,25 @@ class FrontierPoint:
     moved_nbytes: int
     """Bytes offloaded in one iteration."""
     peak_host_bytes: int
+    text: str = ""
+    """What is recomputed, offloaded and tiled, if that differs between plans."""
     is_pareto: bool = False
     """Whether no other plan improves the peak or the time without worsening the other."""
 
     @property
     def flag(self) -> str:
-        """The flag of ``slipstream plan`` that produces this plan."""
-        is_bytes = self.option == "target_memory_bytes"
+        """The flag that produces this plan."""
+        is_bytes = self.option in _IN_BYTES
         return f"{_FLAGS[self.option]} {self.value / 2**30 if is_bytes else self.value:.4g}"
+
+
+class Marker(NamedTuple):
+    """Another way to train, to compare with."""
+
+    name: str
+    peak_bytes: int
+    total_ms: float
+    overhead_percent: float
 
 
 @dataclass(frozen=True)
@@ -65,18 +84,8 @@ class Frontier:
     points: tuple[FrontierPoint, ...]
     compute_ms: float
     is_measured: bool
-    """Whether the trace has memory readings, so that peaks cover all device memory."""
-
-    @property
-    def nothing_moves(self) -> FrontierPoint:
-        """The plan with the highest peak, in which no group is offloaded."""
-        return self.points[0]
-
-    @property
-    def everything_moves(self) -> FrontierPoint:
-        """The plan that offloads every eligible group."""
-        by_fraction = [p for p in self.points if p.option == "activation_offload_fraction"]
-        return by_fraction[-1]
+    """Whether peaks cover all device memory, which the readings of a trace tell."""
+    markers: tuple[Marker, ...]
 
     @property
     def pareto(self) -> tuple[FrontierPoint, ...]:
@@ -93,7 +102,12 @@ class Frontier:
         head = ["device peak", "step time", "overhead", "moved", "host memory", "option"]
         rows = [head, *(_row(point) for point in self.pareto)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]) for row in rows]
+        lines += [
+            f"{marker.name}: {format_bytes(marker.peak_bytes)}, {marker.total_ms:.1f} ms, "
+            f"{marker.overhead_percent:.1f}%"
+            for marker in self.markers
+        ]
         lines.append(
             f"{len(self.pareto)} of {len(self.points)} plans; for each of the others one of these "
             "takes neither more memory nor more time"
@@ -140,12 +154,16 @@ def sweep(
     peaks = [point.peak_bytes for point in points]
     low, high = min(peaks), max(peaks)
     targets = [
-        _bytes_to_type(low + (high - low) * place // num_points) for place in range(num_points)
+        bytes_to_type(low + (high - low) * place // num_points) for place in range(num_points)
     ]
     run([("target_memory_bytes", target) for target in targets])
     run([("max_overhead_percent", percent) for percent in MAX_OVERHEADS_PERCENT])
     report(total, total)
-    return Frontier(mark_pareto(points), sum(trace.step_ms), bool(trace.memory))
+    markers = (
+        _marker("nothing moves", points[0]),
+        _marker("everything moves", points[num_points - 1]),
+    )
+    return Frontier(mark_pareto(points), sum(trace.step_ms), bool(trace.memory), markers)
 
 
 def mark_pareto(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
@@ -158,6 +176,10 @@ def mark_pareto(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
             best_ms = points[index].total_ms
             chosen.add(index)
     return tuple(replace(p, is_pareto=index in chosen) for index, p in enumerate(points))
+
+
+def _marker(name: str, point: FrontierPoint) -> Marker:
+    return Marker(name, point.peak_bytes, point.total_ms, point.overhead_percent)
 
 
 def _point(trace: Trace, base: PolicyOptions, option: Sweep, value: float) -> FrontierPoint:
@@ -176,7 +198,7 @@ def _point(trace: Trace, base: PolicyOptions, option: Sweep, value: float) -> Fr
     )
 
 
-def _bytes_to_type(nbytes: int) -> int:
+def bytes_to_type(nbytes: float) -> int:
     """Round up to four significant digits in GiB, so that the printed flag reproduces the plan."""
     up = decimal.Context(prec=4, rounding=decimal.ROUND_CEILING)
     return int(float(up.create_decimal_from_float(nbytes / 2**30)) * 2**30)
@@ -189,5 +211,5 @@ def _row(point: FrontierPoint) -> list[str]:
         f"{point.overhead_percent:.1f}%",
         format_bytes(point.moved_nbytes),
         format_bytes(point.peak_host_bytes),
-        point.flag,
+        f"{point.flag}: {point.text}" if point.text else point.flag,
     ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from megatron.slipstream.estimate.frontier import Frontier, FrontierPoint
+from megatron.slipstream.estimate.frontier import Frontier, FrontierPoint, Marker
 from megatron.slipstream.plan.render import Unit, format_bytes, unit_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def frontier_png(frontier: Frontier) -> bytes:
     """
     figure = _new_figure(9.0, 5.6)
     axes = figure.subplots()
-    unit = unit_of(max((point.peak_bytes for point in frontier.points), default=0))
+    drawn: list[FrontierPoint | Marker] = [*frontier.points, *frontier.markers]
+    unit = unit_of(max(item.peak_bytes for item in drawn))
     line = frontier.pareto
     axes.plot(
         [point.peak_bytes / unit.nbytes for point in line],
@@ -44,21 +45,24 @@ def frontier_png(frontier: Frontier) -> bytes:
         label="nothing is better in both",
     )
     _draw_points(axes, frontier, unit)
+    options = {point.option for point in frontier.points}
+    is_of_budgets = options == {"activation_memory_budget"}
+    planned = "memory budgets, estimated" if is_of_budgets else "plans of one trace, simulated"
     what = "device peak" if frontier.is_measured else "saved storages on the device, peak"
     axes.set_xlabel(f"{what} ({unit.name})")
     axes.set_ylabel(f"overhead (% of {frontier.compute_ms:.4g} ms compute)")
     axes.margins(x=0.12)
     # Overheads are 0 or more, so the label of the plan without offloading fits below 0.
-    top = max(1.0, *(point.overhead_percent for point in frontier.points))
+    top = max(1.0, *(item.overhead_percent for item in drawn))
     axes.set_ylim(-0.16 * top, 1.25 * top)
     axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= 1.2 * top])
-    _annotate(axes, frontier.nothing_moves, "nothing moves", unit, (0, -12))
-    _annotate(axes, frontier.everything_moves, "everything moves", unit, (0, 14))
+    for place, marker in enumerate(frontier.markers):
+        _annotate(axes, marker, unit, (0, 14 if place else -12))
     axes.grid(color="#eeeeee")
     axes.set_axisbelow(True)
     axes.legend(frameon=False, loc="upper right")
     figure.suptitle(
-        f"Memory against time: {len(frontier.points)} plans of one trace, simulated",
+        f"Memory against time: {len(frontier.points)} {planned}",
         fontsize=12,
         x=0.01,
         ha="left",
@@ -103,6 +107,7 @@ _SERIES = {
     "activation_offload_fraction": ("a fraction of the groups", "o", "#bbbbbb"),
     "target_memory_bytes": ("a target for the device peak", "D", _BLUE),
     "max_overhead_percent": ("a limit of the overhead", "s", _GREEN),
+    "activation_memory_budget": ("a memory budget", "D", _BLUE),
 }
 
 
@@ -124,13 +129,13 @@ def _draw_points(axes: Axes, frontier: Frontier, unit: Unit) -> None:
             )
 
 
-def _annotate(
-    axes: Axes, point: FrontierPoint, text: str, unit: Unit, offset_points: tuple[int, int]
-) -> None:
+def _annotate(axes: Axes, marker: Marker, unit: Unit, offset_points: tuple[int, int]) -> None:
     is_above = offset_points[1] > 0
+    place = (marker.peak_bytes / unit.nbytes, marker.overhead_percent)
+    axes.scatter(*place, s=60, marker="x", color=_MUTED, zorder=5)
     axes.annotate(
-        f"{text}\n{format_bytes(point.peak_bytes)}, {point.total_ms:.4g} ms",
-        (point.peak_bytes / unit.nbytes, point.overhead_percent),
+        f"{marker.name}\n{format_bytes(marker.peak_bytes)}, {marker.total_ms:.4g} ms",
+        place,
         xytext=offset_points,
         textcoords="offset points",
         ha="left" if is_above else "right",

@@ -23,7 +23,7 @@ from megatron.slipstream.estimate.saved_tensors import (
     marked_modules,
     saved_tensors,
 )
-from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
+from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting, describe_setting
 from megatron.slipstream.plan.tiles import Tiling, logits_bytes_per_token, mlp_bytes_per_token
 
 _TILED_PARTS = frozenset({"mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc1", "moe_act", "expert_fc2"})
@@ -42,6 +42,12 @@ class Way:
     """The modules that move, with :data:`CHECKPOINT_INPUTS` the inputs of recomputed layers."""
     is_tiled: bool = False
     """Whether MLPs and experts are computed by tiles (``mlp_sequence_tiles='auto'``)."""
+
+    @property
+    def label(self) -> str:
+        """What it does, in short: ``"keep"``, ``"layer, offload"``, ``"mlp, offload, tiles"``."""
+        offload = ["offload"] * bool(self.modules)
+        return ", ".join([describe_setting(self.setting), *offload, *["tiles"] * self.is_tiled])
 
     def describe(self) -> str:
         """Return what it does, as text."""

@@ -23,6 +23,8 @@ from megatron.slipstream.estimate.fit import (
     Mix,
     mixes_of,
 )
+from megatron.slipstream.estimate.frontier_budgets import sweep_budgets
+from megatron.slipstream.estimate.frontier_picture import frontier_png
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.estimate.model_shapes import Experts, ModelShape, Parallelism
@@ -174,15 +176,17 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("field", ["seq_length", "micro_batch_size"])
+@pytest.mark.parametrize(
+    "name, field",
+    [*((name, "seq_length") for name in MODELS), ("dense", "micro_batch_size")],
+)
 def test_every_smaller_size_fits(name: str, field: str) -> None:
     step = 1 if field == "micro_batch_size" else 1024
     search = finder(MODELS[name], 120, state_gib=20, host_gib=60, step=step, field=field)
     for way in WAYS:
         found = search.fit(way)
         counts = range(1, found.size // step + 1)
-        for count in {*counts[:4], *counts[-4:], *counts[:: max(1, len(counts) // 8)]}:
+        for count in {*counts[:2], *counts[-2:], *counts[:: max(1, len(counts) // 4)]}:
             assert search.at(way, count * step) is not None, (way, count)
         assert search.at(way, found.size + step) is None
 
@@ -212,6 +216,30 @@ def test_a_budget_is_used_up_by_layers_that_keep_more() -> None:
     assert fastest is not None
     assert full is not None
     assert fastest.step_ms < found.step_ms < full.step_ms
+
+
+def test_the_frontier_of_budgets_is_below_every_way() -> None:
+    """Each way is on the line of budgets or above it, and each budget is kept to."""
+    seen: list[tuple[int, int]] = []
+    search = finder(llama(), 80, state_gib=30, host_gib=100)
+    frontier = sweep_budgets(search, 12, lambda done, total: seen.append((done, total)))
+    assert [marker.name for marker in frontier.markers] == [OFF, SELECTIVE, FULL, BUILT_IN]
+    assert seen == [(done, 12) for done in range(13)]
+    off = frontier.markers[0]
+    assert (off.total_ms, off.overhead_percent) == (frontier.compute_ms, 0.0)
+    for point in frontier.points:
+        assert point.peak_bytes <= point.value + 30 * GIB
+        assert point.peak_host_bytes <= 100 * GIB
+        typed = float(point.flag.removeprefix("--activation-memory-budget "))
+        assert int(typed * GIB) == point.value
+    for marker in frontier.markers:
+        limits = replace(search.limits, device_bytes=marker.peak_bytes)
+        ours = replace(search, limits=limits).at(BUDGET, 8192)
+        assert ours is not None
+        assert ours.step_ms <= marker.total_ms
+    rows = frontier.render().split("\n")[1:-5]
+    assert [row.split(": ")[1] for row in rows] == [point.text for point in frontier.pareto]
+    assert frontier_png(frontier).startswith(b"\x89PNG")
 
 
 def test_host_memory_is_a_limit_of_the_choice() -> None:
