@@ -302,7 +302,7 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
 
 def _add_gpu(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--gpu", metavar="NAME", help="a100, b200, h100, h20, h200 or l40s (default: h200)"
+        "--gpu", metavar="NAME", help="a100, b200, gb200, h100, h20, h200 or l40s (default: h200)"
     )
     group.add_argument(
         "--achieved-share",

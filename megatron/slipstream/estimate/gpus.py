@@ -43,6 +43,8 @@ class GpuFacts(NamedTuple):
 GPUS: Mapping[str, GpuFacts] = {
     "a100": GpuFacts(312, 2039, 80, 32),
     "b200": GpuFacts(2250, 8000, 179, 64),
+    # NVLink-C2C, of which two GPUs share the 450 GB/s each way of a processor.
+    "gb200": GpuFacts(2500, 8000, 185, 225),
     # benchmarks/results
     "h100": GpuFacts(989, 3350, 80, 64, achieved_share=0.7),
     "h20": GpuFacts(148, 4000, 96, 64),
@@ -50,7 +52,8 @@ GPUS: Mapping[str, GpuFacts] = {
     "h200": GpuFacts(989, 4800, 140, 64, Bandwidth(55.3, 55.4, 50.7, 52.0)),
     "l40s": GpuFacts(362, 864, 45, 32),
 }
-"""SXM boards (the L40S is a PCIe card) on PCIe 4 or 5 with 16 lanes, keyed by command-line name."""
+"""SXM boards (the L40S is a PCIe card) on PCIe 4 or 5 with 16 lanes, except for the GB200, keyed by
+command-line name."""
 
 _REFERENCE = GPUS["h200"]
 

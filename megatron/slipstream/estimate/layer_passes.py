@@ -274,7 +274,8 @@ def _flows(
     hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
     attention = {tensor.name: tensor.nbytes for tensor in full["core_attn"]}
     qkv = {name: attention[name] for name in ("query", "key", "value")}
-    (output,) = full["attn_proj"]
+    outputs = [tensor for tensor in full["core_attn"] if tensor.name.startswith("attention_output")]
+    output = (outputs or full["attn_proj"])[0]
     scores = sum(attention.values()) if shape.attention_backend in ("unfused", "local") else 0
     normed, normed_mlp = {"normed_input": hidden}, {"normed_attended": hidden}
     attended = {output.name: output.nbytes}

@@ -21,6 +21,11 @@ CONTEXT_PARALLELISMS: tuple[ContextParallelism, ...] = ("p2p", "all_gather", "a2
 CrossEntropy = Literal["unfused", "native", "te"]
 CROSS_ENTROPIES: tuple[CrossEntropy, ...] = ("unfused", "native", "te")
 Precision = Literal["bf16", "fp16", "fp32"]
+QUANTIZED_BYTES: dict[str, float] = {
+    **{"tensorwise": 1.0, "delayed": 1.0},
+    **{"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32},
+}
+"""Bytes per element of what a linear layer keeps of its input, with scales, by ``fp8_recipe``."""
 BYTES_OF: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 RECOMPUTE_MODULES = (
     *("core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "moe", "shared_experts"),
@@ -99,6 +104,9 @@ class Optimizer:
     """Of both moments."""
     host_share: float = 0.0
     """Share of the parameters whose optimizer runs on the host (``optimizer_cpu_offload``)."""
+    weight_bytes: Optional[float] = None
+    """Bytes per weight with its quantized copies, by rows and by columns; None for the precision of
+    activations."""
 
 
 class Chunk(NamedTuple):
@@ -148,6 +156,8 @@ class ModelShape:
     moe_layers: tuple[bool, ...] = ()
     """Whether each layer has experts; empty means every layer does, if there are experts."""
     precision: Precision = "bf16"
+    fp8_recipe: Optional[str] = None
+    """The recipe of linear layers that compute in fp8; None if they do not."""
     attention_backend: AttentionBackend = "fused"
     """``fused``, ``flash`` and ``unfused`` are Transformer Engine's implementations of core
     attention, in layers built from its modules; ``local`` is a layer built from megatron-core's
@@ -199,6 +209,11 @@ class ModelShape:
     def element_bytes(self) -> int:
         """Bytes per activation element."""
         return BYTES_OF[self.precision]
+
+    @property
+    def linear_input_bytes(self) -> float:
+        """Bytes per element of the input that a linear layer saves."""
+        return QUANTIZED_BYTES[self.fp8_recipe] if self.fp8_recipe else self.element_bytes
 
     @property
     def heads(self) -> int:

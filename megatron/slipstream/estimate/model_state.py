@@ -59,7 +59,8 @@ def state_bytes(shape: ModelShape, pp_rank: int) -> int:
     of, total = shape.optimizer, num_parameters(shape, pp_rank).total
     each = of.moment_bytes + (0 if shape.precision == "fp32" else of.main_bytes)
     on_device = (1 - of.host_share) * each * _optimized(shape, pp_rank)
-    return int(total * (shape.element_bytes + of.gradient_bytes) + on_device)
+    weight_bytes = shape.element_bytes if of.weight_bytes is None else of.weight_bytes
+    return int(total * (weight_bytes + of.gradient_bytes) + on_device)
 
 
 def host_state_bytes(shape: ModelShape, pp_rank: int) -> int:

@@ -13,6 +13,11 @@ projection does so except in multi-latent attention, the first projection of a d
 A fused linear layer saves the norm's input and output. Transformer Engine's core attention copies
 values that are strided views of the projection's output, so that output is not kept.
 
+[Note: Inputs of linear layers in fp8]
+A linear layer in fp8 keeps a quantized copy of its input, which it makes itself: two layers with
+the same input have two, and the 16-bit input is saved only if something else needs it. What a norm
+or an activation function frees and recomputes is kept by no copy.
+
 [Note: Saved tensors under recomputation]
 To recompute a norm or an activation function, megatron-core frees its output after use and reruns
 the operation in backward. The output then takes no memory; the module's own group saves the input
@@ -78,7 +83,7 @@ def saved_tensors(shape: ModelShape, layer: int, setting: Optional[LayerSetting]
     setting = shape.setting_of(layer) if setting is None else setting
     maker = _Layer(shape.with_setting(setting), shape.is_moe(layer))
     if setting == WHOLE:
-        return {CHECKPOINT_INPUTS: maker.input()} if layer in shape.checkpoint_starts else {}
+        return {CHECKPOINT_INPUTS: maker.layer_input()} if layer in shape.checkpoint_starts else {}
     found = {**maker.attention(), **maker.feed_forward()}
     return {part: tensors for part, tensors in found.items() if tensors}
 
@@ -120,7 +125,7 @@ class _Layer:
         self._is_moe = is_moe
         self._hidden = shape.region_tokens * shape.hidden_size
 
-    def input(self) -> tuple[SavedTensor, ...]:
+    def layer_input(self) -> tuple[SavedTensor, ...]:
         """Return the layer's input."""
         return (self._tensor("layer_input", self._hidden),)
 
@@ -130,7 +135,9 @@ class _Layer:
         recomputes_norm = shape.recomputes("layernorm") and not is_input_norm_fused(shape)
         norm = self._norm("layer_input", shape.region_tokens, shape.hidden_size, recomputes_norm)
         saved: Saved = {}
-        linear = [] if recomputes_norm else [self._tensor("normed_input", self._hidden)]
+        # The down-projections of queries and of keys and values are two layers.
+        copies = 2 if shape.latent_attention and shape.fp8_recipe else 1
+        linear = [] if recomputes_norm else [self._input("normed_input", copies * self._hidden)]
         if is_input_norm_fused(shape):
             linear = [*norm, *linear]
         else:
@@ -143,7 +150,10 @@ class _Layer:
         rotary = None if shape.apply_rope_fusion or latent else shape.head_dim
         saved["rotary"] = self._rotary_tables(rotary)
         saved["core_attn"] = self._core_attention()
-        saved["attn_proj"] = (self._attention_output(),)
+        output = self._attention_output()
+        if shape.fp8_recipe:
+            output = self._input("attention_output_quantized", output.numel)
+        saved["attn_proj"] = (output,)
         saved["attn_residual"] = self._hidden_dropout("attn_dropout_mask")
         return saved
 
@@ -153,7 +163,8 @@ class _Layer:
         is_fused = shape.uses_transformer_engine and not self._is_moe
         recomputes_norm = shape.recomputes("layernorm") and not is_fused
         norm = self._norm("attended", shape.region_tokens, shape.hidden_size, recomputes_norm)
-        normed = () if recomputes_norm else (self._tensor("normed_attended", self._hidden),)
+        make = self._tensor if self._is_moe else self._input  # The router is in 16 bits.
+        normed = () if recomputes_norm else (make("normed_attended", self._hidden),)
         saved: Saved = {}
         if is_fused and shape.recomputes("mlp"):
             saved["mlp_fc1"] = norm[:1]
@@ -197,7 +208,7 @@ class _Layer:
         # The recomputed part contains the norm.
         if not self._shape.qk_layernorm or self._shape.recomputes("mla_up_proj"):
             return [latent]
-        normed = self._tensor(f"normed_{latent.name}", tokens * width)
+        normed = self._input(f"normed_{latent.name}", tokens * width)
         norm = self._norm(latent.name, tokens, width)
         if self._shape.uses_transformer_engine:
             return [latent, *norm[1:], normed]
@@ -277,7 +288,7 @@ class _Layer:
         width = shape.ffn_hidden_size // shape.parallelism.tp
         saved: Saved = {} if is_fused else {"mlp_fc1": normed}
         saved["mlp_act"] = self._activation("mlp", shape.tokens, width)
-        saved["mlp_fc2"] = (self._tensor("mlp_activated", shape.tokens * width),)
+        saved["mlp_fc2"] = (self._input("mlp_activated", shape.tokens * width),)
         return saved
 
     def _experts(self, normed: tuple[SavedTensor, ...]) -> Saved:
@@ -290,17 +301,19 @@ class _Layer:
         if experts.shared_ffn_hidden_size:
             saved["shared_experts"] = normed
             if not shape.recomputes("shared_experts"):
+                if shape.fp8_recipe and normed:
+                    normed = (self._input("normed_attended_quantized", self._hidden),)
                 width = experts.shared_ffn_hidden_size // shape.parallelism.tp
                 saved["shared_experts"] = (
                     *normed,
                     *self._activation("shared", shape.tokens, width),
-                    self._tensor("shared_activated", shape.tokens * width),
+                    self._input("shared_activated", shape.tokens * width),
                 )
         rows, width = shape.expert_tokens, experts.ffn_hidden_size // shape.parallelism.etp
-        saved["expert_fc1"] = (self._tensor("expert_input", rows * shape.hidden_size),)
+        saved["expert_fc1"] = (self._input("expert_input", rows * shape.hidden_size),)
         saved["moe_act"] = self._expert_activation(rows, width)
         if not shape.recomputes("moe_act"):
-            saved["expert_fc2"] = (self._tensor("expert_activated", rows * width),)
+            saved["expert_fc2"] = (self._input("expert_activated", rows * width),)
         return saved
 
     def _expert_activation(self, rows: int, width: int) -> tuple[SavedTensor, ...]:
@@ -370,6 +383,10 @@ class _Layer:
 
     def _tensor(self, name: str, numel: int, kept_by: str = "") -> SavedTensor:
         return SavedTensor(name, numel, numel * self._shape.element_bytes, kept_by)
+
+    def _input(self, name: str, numel: int) -> SavedTensor:
+        """Return a linear layer's input, see [Note: Inputs of linear layers in fp8]."""
+        return SavedTensor(name, numel, int(numel * self._shape.linear_input_bytes))
 
     def _float32(self, name: str, numel: int) -> SavedTensor:
         return SavedTensor(name, numel, 4 * numel)

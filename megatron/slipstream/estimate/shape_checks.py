@@ -14,6 +14,7 @@ from megatron.slipstream.estimate.model_shapes import (
     CROSS_ENTROPIES,
     MAX_LAYERS,
     MAX_SIZE,
+    QUANTIZED_BYTES,
     RECOMPUTE_MODULES,
     Experts,
     ModelShape,
@@ -78,6 +79,7 @@ def _wrong_choices(shape: ModelShape) -> Iterator[str]:
     for name, value, choices in (
         ("precision", shape.precision, tuple(BYTES_OF)),
         ("attention_backend", shape.attention_backend, ATTENTION_BACKENDS),
+        ("fp8_recipe", shape.fp8_recipe or "mxfp8", tuple(QUANTIZED_BYTES)),
         ("cross_entropy_fusion_impl", shape.cross_entropy, CROSS_ENTROPIES),
         ("cp_comm_type", shape.parallelism.cp_comm_type, CONTEXT_PARALLELISMS),
     ):

@@ -8,7 +8,8 @@ training. Models whose sizes cannot be derived are refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any, Optional
 from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.estimate.model_shapes import (
+    QUANTIZED_BYTES,
     AttentionBackend,
     Experts,
     LatentAttention,
@@ -90,10 +92,10 @@ def _config(args: Any) -> Any:
     """Return the configuration that megatron creates from the arguments and validates."""
     from megatron.training import arguments as megatron_arguments
 
-    fused = _hide_fusions(args)
     try:
-        megatron_arguments.validate_args(args, {})
-        config = megatron_arguments.core_transformer_config_from_args(args)
+        with _as_with_transformer_engine(args) as fused:
+            megatron_arguments.validate_args(args, {})
+            config = megatron_arguments.core_transformer_config_from_args(args)
         for name, value in fused.items():
             setattr(config, name, value)
         return config
@@ -107,18 +109,34 @@ def _config(args: Any) -> Any:
         ) from error
 
 
-def _hide_fusions(args: Any) -> dict[str, Any]:
-    """Turn off Transformer Engine's kernels if it is not installed; return the old values.
+_TRANSFORMER_ENGINE = "2.20.0"
+"""The release that a plan is for, if none is installed."""
 
-    megatron refuses them without it, but the plan is for a machine that has it.
+
+@contextmanager
+def _as_with_transformer_engine(args: Any) -> Iterator[dict[str, Any]]:
+    """Let megatron validate for a machine with Transformer Engine, installed here or not.
+
+    Without it, megatron refuses fp8 and some kernels. Those kernels are turned off.
+
+    Yields:
+        The values of what was turned off.
     """
     if preflight.is_installed("transformer_engine"):
-        return {}
+        yield {}
+        return
+    from megatron.core import utils
+    from packaging.version import Version
+
     names = ("apply_rope_fusion", "moe_permute_fusion")
     fused = {name: getattr(args, name) for name in names}
+    before, utils._te_version = utils._te_version, Version(_TRANSFORMER_ENGINE)
     for name in names:
         setattr(args, name, False)
-    return fused
+    try:
+        yield fused
+    finally:
+        utils._te_version = before
 
 
 def _facts(args: Any, config: Any, state_gib: Optional[float]) -> SimpleNamespace:
@@ -151,7 +169,7 @@ _NOT_MODELLED = (
 """Options that change what layers save."""
 
 _OTHER_STATE = (
-    *("use_megatron_fsdp", "use_torch_fsdp2", "fp8_param_gather", "fp4_param_gather"),
+    *("use_megatron_fsdp", "use_torch_fsdp2", "fp4_param_gather"),
     "freeze_all_layers",
 )
 """Options that change the memory of weights, gradients and optimizer."""
@@ -175,6 +193,7 @@ def _other_state(option: str, accepts: Optional[Predicate] = None) -> Rule:
 STATE_RULES: tuple[Rule, ...] = (
     *map(_other_state, _OTHER_STATE),
     _other_state("optimizer", is_one_of("optimizer", ("adam",))),
+    _other_state("fp8_param_gather", lambda f: not f.fp8_param_gather or f.fp8_recipe == "mxfp8"),
     _other_state(
         "num_distributed_optimizer_instances",
         lambda f: (f.num_distributed_optimizer_instances or 1) <= 1,
@@ -187,7 +206,8 @@ STATE_RULES: tuple[Rule, ...] = (
 """Restrictions of the state that is derived from the parameters."""
 
 PLAN_RULES: tuple[Rule, ...] = (
-    _unsupported("fp8", _BY_RECIPE, _IN_16_BITS),
+    _not_modelled("fp8_recipe", lambda f: not f.fp8 or f.fp8_recipe in QUANTIZED_BYTES),
+    _not_modelled("fp8_dot_product_attention"),
     _unsupported("fp4", _BY_RECIPE, _IN_16_BITS),
     *map(_not_modelled, _NOT_MODELLED),
     _unsupported(
@@ -258,6 +278,10 @@ def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Con
         modules = (CHECKPOINT_INPUTS, *modules)
     if not modules:
         notes.append("the flags offload nothing; planned as if all modules might move")
+    if shape.fp8_recipe:
+        notes.append(
+            "sizes under fp8 are derived, not measured, and times are those of 16-bit products"
+        )
     if args.position_embedding_type == "learned_absolute":
         notes.append("state leaves out the position embeddings, of max_position_embeddings rows")
     if args.attention_backend.name == "auto" and args.transformer_impl != "local":
@@ -325,19 +349,22 @@ def _optimizer(args: Any) -> Optimizer:
     """Return the bytes of gradients and optimizer state.
 
     megatron-core's optimizer on the host has its state in float32 on both sides. Transformer
-    Engine's keeps only the lower half of a main weight, beside the 16-bit weight.
+    Engine's keeps only the lower half of a main weight beside a 16-bit weight.
     """
     is_16_bit = (args.fp16 or args.bf16) and not args.accumulate_allreduce_grads_in_fp32
-    gradient_bytes = 2 if is_16_bit else 4
+    found = Optimizer(2 if is_16_bit else 4)
+    if args.fp8:
+        weight_bytes = 2 * QUANTIZED_BYTES[args.fp8_recipe]
+        found = replace(found, weight_bytes=weight_bytes + (0 if args.fp8_param_gather else 2))
     if args.optimizer_cpu_offload:
-        return Optimizer(gradient_bytes, host_share=args.optimizer_offload_fraction)
+        return replace(found, host_share=args.optimizer_offload_fraction)
     if not args.use_precision_aware_optimizer:
-        return Optimizer(gradient_bytes)
+        return found
     main_bytes = args.main_params_dtype.itemsize
-    if args.bf16 and main_bytes == 4:
+    if args.bf16 and main_bytes == 4 and (not args.fp8 or args.fp8_recipe == "delayed"):
         main_bytes = 2
     moment_bytes = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
-    return Optimizer(gradient_bytes, main_bytes, moment_bytes)
+    return replace(found, main_bytes=main_bytes, moment_bytes=moment_bytes)
 
 
 _SAME_NAMES = (
@@ -363,6 +390,7 @@ def shape_of_config(config: Any, **training: Any) -> ModelShape:
         "experts": _experts(config),
         "moe_layers": _moe_layers(config),
         "precision": _precision(config),
+        "fp8_recipe": config.fp8_recipe if config.fp8 else None,
         "recompute_modules": _setting(config),
         "layers_per_checkpoint": (
             config.recompute_num_layers if config.recompute_method == "uniform" else 1

@@ -151,6 +151,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         experts=SHARED,
         moe_layers=tuple(draw(st.lists(st.booleans(), min_size=8, max_size=8))),
         attention_backend=backend,
+        fp8_recipe=draw(st.sampled_from([None, "mxfp8"])),
         cross_entropy=draw(st.sampled_from(["unfused", "native", "te"])),
         bias_activation_fusion=draw(st.booleans()),
         hidden_dropout=draw(st.sampled_from([0.0, 0.1])),

@@ -247,6 +247,32 @@ def test_unfused_attention_of_long_sequences_has_no_kernel() -> None:
     assert tensors(long)["mask"] == 16392**2
 
 
+def test_linear_layers_in_fp8_save_copies_of_their_own() -> None:
+    hidden = 256 * 512
+
+    def added(**changes: Any) -> dict[str, float]:
+        shape = replace(DENSE, **changes)
+        before, after = tensors(shape), tensors(replace(shape, fp8_recipe="mxfp8"))
+        assert set(before) <= set(after)
+        found = {name: after[name] - before.get(name, 0) for name in after}
+        return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+    smaller = 33 / 32 - 2
+    assert added() == {
+        "normed_input": smaller * hidden,
+        "attention_output_quantized": 33 / 32 * hidden,
+        "normed_attended": smaller * hidden,
+        "mlp_activated": smaller * 256 * 1536,
+    }
+    found = added(experts=EXPERTS, latent_attention=LATENT)
+    # The router reads the norm's output in 16 bits; two down-projections have a copy each.
+    assert found["normed_input"] == (2 * 33 / 32 - 2) * hidden
+    assert found["normed_attended_quantized"] == 33 / 32 * hidden
+    assert found["expert_input"] == smaller * 2 * hidden
+    recomputed = added(experts=EXPERTS, recompute_modules=frozenset({"layernorm", "moe_act"}))
+    assert not {"normed_attended_quantized", "expert_activated"} & set(recomputed)
+
+
 @pytest.mark.parametrize("changes", [{}, {"experts": EXPERTS}, {"latent_attention": LATENT}])
 def test_a_recomputed_layer_saves_its_input(changes: dict[str, Any]) -> None:
     shape = replace(DENSE, **changes)

@@ -101,7 +101,9 @@ REFUSED = {
     OFFLOADED + "--recompute-granularity selective --offload-checkpoint-inputs": (
         "offload_checkpoint_inputs=True is not supported with a plan from flags because"
     ),
-    LLAMA + "--fp8-format hybrid": "fp8=hybrid is not supported with a plan from flags because",
+    LLAMA + "--fp4-format e2m1 --fp4-recipe nvfp4": (
+        "fp4=e2m1 is not supported with a plan from flags because"
+    ),
     LLAMA + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
     "--distribute-saved-activations --tensor-model-parallel-size 2": (
         "distribute_saved_activations=True is not supported"
@@ -124,6 +126,7 @@ REFUSED = {
 
 SHARDED = LLAMA + "--use-distributed-optimizer "
 OTHER_STATE = {
+    SHARDED + "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather": "fp8_param_gather",
     SHARDED + "--num-distributed-optimizer-instances 2": "num_distributed_optimizer_instances",
     LLAMA + "--optimizer sgd": "optimizer",
     LLAMA + "--freeze-all-layers": "freeze_all_layers",
@@ -139,6 +142,9 @@ OPTIMIZERS = {
     AWARE: Optimizer(main_bytes=2),
     AWARE + "--main-params-dtype fp16 --main-grads-dtype bf16 --exp-avg-dtype bf16 "
     "--exp-avg-sq-dtype bf16": Optimizer(gradient_bytes=2, main_bytes=2, moment_bytes=4),
+    LLAMA + "--fp8-format hybrid": Optimizer(weight_bytes=4.0),
+    AWARE + "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather "
+    "--reuse-grad-buf-for-mxfp8-param-ag": Optimizer(weight_bytes=2 + 2 / 32),
     AWARE + "--optimizer-cpu-offload --optimizer-offload-fraction 0.5": Optimizer(host_share=0.5),
 }
 """Flags of gradients and optimizer, and what they take."""
@@ -158,6 +164,7 @@ LOSSES = {
 }
 NOTED = {
     LLAMA.replace("type rope", "type learned_absolute"): "leaves out the position embeddings",
+    LLAMA + "--fp8-format hybrid": "derived, not measured",
 }
 
 
