@@ -23,7 +23,11 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).resolve().parents[1]
 
 NAVIGATION = {
-    "Start here": ["docs/user-guide/getting-started", "docs/user-guide/concepts"],
+    "Start here": [
+        "docs/user-guide/fit-it",
+        "docs/user-guide/getting-started",
+        "docs/user-guide/concepts",
+    ],
     "Features": [
         "docs/user-guide/planning",
         "docs/user-guide/report",
