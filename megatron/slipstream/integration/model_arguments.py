@@ -223,6 +223,10 @@ PLAN_RULES: tuple[Rule, ...] = (
         is_one_of("offload_engine", ("slipstream",)),
     ),
     _not_modelled("mlp_chunks_for_training", lambda f: (f.mlp_chunks_for_training or 1) <= 1),
+    *(
+        _not_modelled(option, is_one_of(option, (1, None)))
+        for option in ("loss_sequence_tiles", "mlp_sequence_tiles")
+    ),
     _not_modelled("cuda_graph_impl", is_one_of("cuda_graph_impl", ("none",))),
     _not_modelled("cuda_graph_granularity", is_one_of("cuda_graph_granularity", ("layer",))),
     _unsupported(

@@ -113,6 +113,8 @@ REFUSED = {
     LLAMA + EXPERTS.replace("alltoall", "allgather") + "--expert-model-parallel-size 2": (
         "moe_token_dispatcher_type=allgather is not supported with a plan from flags"
     ),
+    LLAMA + "--mlp-sequence-tiles auto": "mlp_sequence_tiles=auto is not supported with a plan",
+    LLAMA + "--loss-sequence-tiles 4": "loss_sequence_tiles=4 is not supported with a plan",
     LLAMA + "--mtp-num-layers 1": "mtp_num_layers=1 is not supported",
     LLAMA.replace("--vocab-size 1000 ", ""): "vocab_size is not set",
     LLAMA + "--num-lyers 3": "did you mean --num-layers?",

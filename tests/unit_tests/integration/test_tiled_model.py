@@ -51,6 +51,7 @@ CASES: dict[str, tuple[ModelCase, dict[str, Any]]] = {
     "mixed": (ModelCase("mixed", num_layers=2), BOTH),
     "sync-free experts": (ModelCase("moe", num_layers=2, sync_free_experts=True), BOTH),
     "hybrid": (ModelCase("hybrid"), BOTH),
+    "packed": (ModelCase("mixed", num_layers=2, is_packed=True, micro_batch_size=1), BOTH),
     "recomputed": (
         ModelCase(
             num_layers=2,
@@ -170,6 +171,14 @@ def test_with_the_engine_on_all_is_bitwise_the_same_and_inputs_of_mlps_move(
     assert result.difference is None
     assert result.moved_modules == ("core_attn", CHECKPOINT_INPUTS)
     assert result.num_late == 0
+
+
+def test_pipelines_are_bitwise_the_same_with_the_engine_on() -> None:
+    case = ModelCase("mixed", num_layers=8, pp=2, vpp=2, **BOTH)
+    options = {"offload_checkpoint_inputs": True}
+    results = compare_on_ranks(2, case, ("core_attn",), "cpu-lazy", (4, 4, 4), options)
+    assert [result.difference for result in results] == [None, None]
+    assert all(CHECKPOINT_INPUTS in result.moved_modules for result in results)
 
 
 def test_what_the_output_layer_saves_moves_too() -> None:
