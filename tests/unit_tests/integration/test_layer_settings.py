@@ -13,7 +13,7 @@ import pytest
 import torch
 from gpu_models import MLA_SIZES, on_gpu
 from megatron.core.transformer.identity_op import IdentityOp
-from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
+from model_case import DENSE_MODULES, ModelCase
 from ranks import run_ranks
 from tiny_gpt import (
     build_chunks,
@@ -54,6 +54,8 @@ CASES = {
     "MLPs in tiles": ModelCase("mixed", num_layers=2, mlp_sequence_tiles=3),
     "dropout": ModelCase("dense", num_layers=2, overrides=DROPOUT),
     "packed": ModelCase("dense", num_layers=2, is_packed=True, micro_batch_size=1),
+    "tiles": ModelCase("dense", num_layers=2, mlp_sequence_tiles=3, loss_sequence_tiles=2),
+    "tiles of experts": ModelCase("moe", num_layers=2, mlp_sequence_tiles=3, overrides=SHARED),
     "packed experts": ModelCase("moe", num_layers=2, is_packed=True, micro_batch_size=1),
 }
 KINDS = {
@@ -67,6 +69,8 @@ KINDS = {
     "dropout": ["dense"] * 2,
     "packed": ["dense"] * 2,
     "packed experts": ["moe"] * 2,
+    "tiles": ["dense"] * 2,
+    "tiles of experts": ["moe"] * 2,
 }
 MODULE_OF = {
     "layernorm": "input_layernorm",  # or the other one
@@ -79,6 +83,27 @@ MODULE_OF = {
 }
 """A module, or a function, that a recomputation of the part calls a second time."""
 INSIDE = {"moe": ("moe_act", "shared_experts")}
+
+
+def moving_in(case: ModelCase) -> list[str]:
+    """All modules of a case that can move, also those that a setting recomputes."""
+    has_experts = bool(case.overrides.get("num_moe_experts")) or case.kind in ("moe", "mixed")
+    names = [*DENSE_MODULES]
+    if case.kind == "mla":
+        names += ["mla_down_proj", "mla_up_proj"]
+    if not has_experts or case.kind == "mixed":
+        names += ["mlp_fc1", "mlp_act", "mlp_fc2"]
+    if has_experts:
+        names += ["expert_fc1", "moe_act", "expert_fc2"]
+    if "moe_shared_expert_intermediate_size" in case.overrides:
+        names.append("shared_experts")
+    if case.mlp_sequence_tiles != 1:
+        names = [
+            name
+            for name in names
+            if not name.startswith(("mlp_fc", "mlp_act", "expert", "moe_act"))
+        ]
+    return names
 
 
 def assignments(options: Sequence[LayerOptions]) -> list[Assignment]:
@@ -197,7 +222,7 @@ def try_all(
 @pytest.mark.parametrize("name", CASES)
 def test_every_setting_computes_the_same(name: str, offloads: bool) -> None:
     case = CASES[name]
-    modules = (MOE_MODULES if "experts" in name else DENSE_MODULES) if offloads else ()
+    modules = moving_in(case) if offloads else ()
     ((difference, kinds),) = run_ranks(1, try_all, case, modules, "cpu-lazy")
     assert difference is None
     assert kinds == KINDS[name]
@@ -247,7 +272,7 @@ GPU_CASES = {
 @pytest.mark.parametrize("offloads", [False, True], ids=["plain", "offloaded"])
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_every_setting_on_a_gpu(name: str, offloads: bool) -> None:
-    modules = (MOE_MODULES if "experts" in name else DENSE_MODULES) if offloads else ()
+    modules = moving_in(GPU_CASES[name]) if offloads else ()
     ((difference, _),) = run_ranks(1, try_all, GPU_CASES[name], modules, "cuda")
     assert difference is None
 
