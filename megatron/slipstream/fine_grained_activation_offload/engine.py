@@ -176,6 +176,11 @@ class OffloadEngine:
             self._last_plan = self._cache.find(self._last_plan.trace.steps_key) or self._last_plan
             self._next_plan = self._cache.plan_after(self._last_plan)
 
+    @property
+    def assignment(self) -> Assignment:
+        """What backward recomputes of each layer; empty: as the model was built."""
+        return self._cache.assignment
+
     def change_assignment(self, assignment: Assignment) -> None:
         """Follow only plans of this assignment, which the layers have from the next pass on.
 

@@ -321,7 +321,9 @@ def _offloading(wrapper: Any, num_slots: int, name: str) -> Optional[ChunkOffloa
             # It served iterations without graphs; graphs have their own host memory.
             installed.store.close()
         limit_bytes = share_of_host_memory(pool.limit_bytes, pool.allocated_bytes, num_slots)
-        return install.make_graph_engine(installed, limit_bytes, num_verified)
+        engine = install.make_graph_engine(installed, limit_bytes, num_verified)
+        engine.change_assignment(installed.router.known_manager(wrapper).assignment)
+        return engine
 
     def begin_pass(engine: PipelineOffloadManager) -> None:
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()

@@ -10,8 +10,8 @@ What else it does for a decision when it builds a layer, and what it asserts in
 - In FP8 and FP4, linear layers are told to save their original input (``set_save_original_input``),
   and the amax history depends on recomputation. So such layers keep the settings of their flags.
 - Fused grouped MLPs (``use_transformer_engine_op_fuser``) are compiled for the decision.
-- Graphs of layers capture the decision; parts must lie inside or outside of them as a whole, and
-  cannot draw the same random numbers again.
+- Graphs of layers capture the decision, and checkpoints inside of them do nothing. Parts must lie
+  inside or outside of graphs as a whole.
 - Layers that run in nodes (``overlap_moe_expert_parallel_comm``) call neither the layer's nor the
   expert layer's ``forward``.
 
@@ -30,7 +30,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.slipstream.integration.tiled_model import has_tiles
-from megatron.slipstream.model_rules import graphed_modules
+from megatron.slipstream.model_rules import CHECKPOINTED_MODULES, graphed_modules
 from megatron.slipstream.plan.settings import WHOLE_LAYER
 
 
@@ -106,11 +106,8 @@ def why_not(part: str, layer: Any, has_chunk_graphs: bool = False) -> str:
         "core_attn": config.attention_dropout,
     }
     if has_chunk_graphs and has_dropout.get(part):
-        return _NO_RANDOM_STATE
+        return "a graph cannot draw the same random numbers again"
     return _why_not_any(config) or _why_not_in_graphs(part, layer, config) or _why(part, layer)
-
-
-_NO_RANDOM_STATE = "a graph cannot draw the same random numbers again"
 
 
 def _why_not_any(config: Any) -> str:
@@ -165,16 +162,12 @@ def _why_not_in_graphs(part: str, layer: Any, config: Any) -> str:
     if _graphs(config) == "local":
         return "graphs of cuda_graph_impl='local' skip checkpoints"
     captured = graphed_modules(config)
+    around = CHECKPOINTED_MODULES.get(part)
+    if around is not None and (not captured or around in captured):
+        return "a checkpoint in a graph recomputes nothing from megatron-core 0.18 on"
     is_moe = isinstance(getattr(layer, "mlp", None), MoELayer)
     if is_moe and "moe_router" in captured and part in ("moe", "layernorm"):
         return "it is partly inside of the graph of moe_router"
-    dropout, inside = {
-        "core_attn": (config.attention_dropout, "attn"),
-        "mlp": (config.hidden_dropout, "mlp"),
-        "moe": (config.hidden_dropout or config.moe_input_jitter_eps, "moe"),
-    }.get(part, (0.0, ""))
-    if dropout and (not captured or inside in captured):
-        return _NO_RANDOM_STATE
     return ""
 
 

@@ -99,7 +99,8 @@ def apply(assignment: Assignment, chunks: Sequence[torch.nn.Module]) -> None:
     Raises:
         ValueError: The assignment does not have one setting for each layer, or a layer does not
             take its setting.
-        RuntimeError: An iteration has begun and not ended, or a layer to change is in a CUDA graph.
+        RuntimeError: A layer to change is in a CUDA graph, or the engine knows of an iteration that
+            has begun and not ended. Without offloading, a change then holds from the next pass on.
     """
     options = layers_of(chunks)
     _check(assignment, options)

@@ -176,11 +176,15 @@ REFUSED: dict[str, tuple[dict[str, Any], set[str], str]] = {
         {"layer", "mlp", "layernorm", "core_attn"},
         "",
     ),
-    "graphs of layers": ({"cuda_graph_impl": "transformer_engine"}, {"layer"}, "graphs of layers"),
-    "graphs with dropout": (
-        {"cuda_graph_impl": "transformer_engine", "hidden_dropout": 0.1},
-        {"layer", "mlp"},
-        "",
+    "graphs of layers": (
+        {"cuda_graph_impl": "transformer_engine"},
+        {"layer", "mlp", "core_attn"},
+        "graph",
+    ),
+    "graphs of attention": (
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
+        {"layer", "core_attn"},
+        "graph",
     ),
     "layers in nodes": ({"overlap_moe_expert_parallel_comm": True}, {"layer"}, "nodes"),
     "chunks of the mlp": ({"mlp_chunks_for_training": 2}, {"mlp"}, "rounds differently"),
@@ -305,6 +309,23 @@ def _kept_bytes(case: ModelCase, config: Any, chunks: Any) -> int:
     return sizes[0]
 
 
+def a_frozen_embedding_leaves_gradients() -> None:
+    """The first layer's input then has none, and a checkpoint would give its parameters none."""
+    case = ModelCase("dense", num_layers=2, overrides=NORM)
+    initialize(case)
+    config = make_config(case)
+    results = []
+    for assignment in ((NOTHING, NOTHING), (WHOLE, WHOLE)):
+        chunks: Any = build_chunks(case, config)
+        chunks[0].embedding.requires_grad_(False)
+        apply(assignment, chunks)
+        run_step(case, config, chunks, 0, 1)
+        trained = [p for p in chunks[0].parameters() if p.requires_grad]
+        assert all(p.grad is not None for p in trained)
+        results.append([p.grad for p in trained])
+    assert all(map(torch.equal, *results))
+
+
 CHECKS = [
     *(settings_are_listed, flags_are_the_minimum, full_recomputation_stays, everything_is_restored),
     *(
@@ -318,6 +339,7 @@ CHECKS = [
         models_are_freed,
         memory_falls,
     ),
+    a_frozen_embedding_leaves_gradients,
 ]
 
 

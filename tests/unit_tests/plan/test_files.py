@@ -20,6 +20,7 @@ from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_plan, load_trace, save_plan, save_trace
+from megatron.slipstream.plan.settings import WHOLE
 from megatron.slipstream.plan.trace import Bandwidth, MemoryReading, Trace
 
 LABELS = ("a", "b", "c", "d")
@@ -53,7 +54,9 @@ def traces(draw: st.DrawFn) -> Trace:
         reading = st.builds(MemoryReading, *[st.integers(0, 1 << 50)] * 3)
         memory = draw(st.lists(reading, min_size=num_steps, max_size=num_steps))
         trace = dataclasses.replace(trace, memory=tuple(memory))
-    return trace
+    parts = st.frozensets(st.sampled_from(("mlp", "layernorm", "core_attn")))
+    assignment = draw(st.lists(parts | st.just(WHOLE), max_size=num_layers))
+    return dataclasses.replace(trace, assignment=tuple(assignment))
 
 
 any_case = settings(
