@@ -19,7 +19,7 @@ from megatron.slipstream.estimate.model_state import num_parameters
 from megatron.slipstream.estimate.saved_tensors import SavedTensor, marked_modules, saved_tensors
 from megatron.slipstream.estimate.schedules import most_in_flight
 from megatron.slipstream.estimate.synthetic import Workplan
-from megatron.slipstream.estimate.training_setup import Configured, usable_modules
+from megatron.slipstream.estimate.training_setup import Configured
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.walk import Simulation
@@ -164,7 +164,9 @@ def describe(configured: Configured, speed: Speed) -> Iterator[Line]:
         f"{link.h2d_both_gb_per_s:.1f} at once{origin})"
     )
     yield from (f"Note: {note}" for note in configured.notes)
-    absent = sorted(set(configured.modules) - set(usable_modules(shape)))
+    marked = {name for layer in range(shape.num_layers) for name in marked_modules(shape, layer)}
+    # 'core_attn' is named for 'attn_proj', too.
+    absent = sorted({*configured.modules} - marked - {"core_attn"})
     if absent:
         yield (
             f"Note: no layer has {', '.join(absent)} to move: its tensors are counted with the "

@@ -306,10 +306,10 @@ def _planned_modules(names: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     notes = []
     latent = [name for name in names if name in OF_LATENT_ATTENTION]
     if latent:
-        notes.append(f"{' and '.join(latent)} are planned as qkv_linear, which contains them")
+        notes.append(f"planned as qkv_linear, which contains them: {', '.join(latent)}")
     outside = [name for name in names if name in OUTSIDE_LAYERS]
     if outside:
-        notes.append(f"{' and '.join(outside)} are planned as if they stayed")
+        notes.append(f"planned as if they stayed: {', '.join(outside)}")
     planned = ("qkv_linear" if name in latent else name for name in names if name not in outside)
     return tuple(dict.fromkeys(planned)), notes
 
