@@ -31,6 +31,7 @@ class SharedHostLimit:
     def __init__(self, default_bytes: Callable[[], Optional[int]]) -> None:
         self._find_default = default_bytes
         self._default_bytes: Optional[int] = None
+        self._reserved_bytes = 0
         self._members: dict[weakref.ref[HostPool], Optional[int]] = {}
         """The pools, and the limits that they were given."""
         self._lock = threading.RLock()
@@ -54,6 +55,15 @@ class SharedHostLimit:
             self._members[weakref.ref(pool, self._forget)] = given_bytes
             self._share()
 
+    def reserve(self, nbytes: int) -> None:
+        """Leave this much of the default limit to what the process allocates later.
+
+        A limit that the user has set stays as it is.
+        """
+        with self._lock:
+            self._reserved_bytes = max(self._reserved_bytes, nbytes)
+            self._share()
+
     def leave(self, pool: HostPool) -> None:
         """Give the share of a closed pool to the others. Does nothing if it has left."""
         self._forget(weakref.ref(pool))
@@ -71,7 +81,8 @@ class SharedHostLimit:
             return ProcessLimit(min(given))
         if self._default_bytes is None:
             return None
-        return ProcessLimit(self._default_bytes, is_default=True)
+        left_bytes = max(0, self._default_bytes - self._reserved_bytes)
+        return ProcessLimit(left_bytes, is_default=True)
 
     def _share(self) -> None:
         pools, limit = self.pools, self._limit()

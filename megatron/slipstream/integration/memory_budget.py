@@ -22,7 +22,9 @@ from megatron.core import parallel_state
 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.integration import layer_settings
+from megatron.slipstream.integration.engine_setup import host_limit
 from megatron.slipstream.integration.layer_boundaries import LayerBoundaries
+from megatron.slipstream.integration.optimizer_memory import optimizer_host_bytes
 from megatron.slipstream.plan.layer_visits import Place, RankLayer
 from megatron.slipstream.plan.relaxation import Limits, NothingFitsError, Relaxation, Stage
 from megatron.slipstream.plan.render import format_bytes
@@ -153,6 +155,7 @@ class MemoryBudget:
             self._stay_frugal(relaxation)
             return
         if not self._peak_bytes:  # The first iteration.
+            host_limit.reserve(optimizer_host_bytes(self._chunks))
             self._follow(relaxation, self._find_limits())
         elif not relaxation.is_settled:
             self._advance(relaxation)
@@ -180,11 +183,9 @@ class MemoryBudget:
             boundaries = self._boundaries.without_times()
         before, limits = relaxation.assignment, self._find_limits()
         relaxation.note(boundaries, self._movable_bytes, self.activation_bytes)
-        self._agree(relaxation)
-        allowed = -_largest([-(limits.device_bytes - limits.resident_bytes)])[0]
-        limits = limits._replace(device_bytes=limits.resident_bytes + int(allowed))
+        relaxation.take(_largest(relaxation.numbers()))
         try:
-            relaxation.advance(limits)
+            relaxation.advance(_tightest(limits))
         except NothingFitsError as error:
             raise self._nothing_fits(error) from error
         if relaxation.assignment != before:
@@ -220,12 +221,8 @@ class MemoryBudget:
             assert obtainable is not None
             device_bytes = int(obtainable * (1 - MARGIN))
         bandwidth = self._engine.measure_bandwidth() if self._peak_bytes else None
-        return Limits(device_bytes, resident_bytes, base_bytes, bandwidth)
-
-    def _agree(self, relaxation: Relaxation) -> None:
-        """Take the largest measurements of all ranks that compute this stage."""
-        numbers = relaxation.numbers()
-        relaxation.take(_largest(numbers))
+        host_bytes = self._engine.store.host_pool.limit_bytes
+        return Limits(device_bytes, resident_bytes, base_bytes, bandwidth, host_bytes)
 
     # What users are told.
 
@@ -275,6 +272,17 @@ def _absent_gradient_bytes(chunks: Sequence[torch.nn.Module]) -> int:
         if parameter.requires_grad
         and parameter.grad is None
         and getattr(parameter, "main_grad", None) is None
+    )
+
+
+def _tightest(limits: Limits) -> Limits:
+    """Return the limits that hold on all ranks that compute the same pipeline stage."""
+    host_bytes = math.inf if limits.host_bytes is None else limits.host_bytes
+    own = (limits.device_bytes - limits.resident_bytes, host_bytes)
+    allowed, host = (-value for value in _largest([-value for value in own]))
+    return limits._replace(
+        device_bytes=limits.resident_bytes + int(allowed),
+        host_bytes=None if math.isinf(host) else int(host),
     )
 
 

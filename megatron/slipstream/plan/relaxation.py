@@ -60,6 +60,8 @@ class Limits(NamedTuple):
     """Those, and what earlier iterations have left: some modules keep their last tensors."""
     bandwidth: Optional[Bandwidth] = None
     """Bandwidth of copies; None if it is not known."""
+    host_bytes: Optional[int] = None
+    """The limit on host memory; None for none."""
 
 
 class Prediction(NamedTuple):
@@ -90,7 +92,7 @@ class Relaxation:
 
     Args:
         layers: The layers of the rank, in forward order, model chunk by model chunk.
-        options: The options of plans; the limit on host memory is part of the choice.
+        options: The options of plans.
     """
 
     def __init__(self, layers: Sequence[RankLayer], options: PolicyOptions) -> None:
@@ -234,7 +236,7 @@ class Relaxation:
         margin = int(MARGIN * (limits.device_bytes - limits.resident_bytes))
         allowed = target = limits.device_bytes - margin - self._excess_bytes
         for _ in range(MAX_TARGETS):
-            choice = choose(rank, target, self.options.host_memory_limit_bytes)
+            choice = choose(rank, target, limits.host_bytes)
             first = self._peak_by_count(rank, choice.assignment)
             if choice.fits and first <= allowed:
                 peak = max(choice.peak_bytes, first) + self._excess_bytes

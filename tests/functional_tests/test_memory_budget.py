@@ -1,0 +1,67 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A budget for activations on a GPU: kept in every iteration, predicted, and without a bit changed.
+
+pytest tests/functional_tests/test_memory_budget.py -m gpu -s     one line per budget
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from budgeted_training import train_within
+from gpu_models import DENSE, MIN_NUMEL, MLA, MOE
+from ranks import run_ranks
+from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
+
+pytestmark = pytest.mark.releases
+
+BUDGETS = (0.9, 0.75, 0.6, 0.45, 0.3)
+"""Shares of the activations without recomputation and offloading."""
+COUNTS = (2,) * 26
+"""Enough iterations to settle, and to plan twice from times."""
+MAX_UNTIL_SETTLED = 12
+OWN = {"dense": ("mlp_fc1", "mlp_act", "mlp_fc2"), "moe": ("expert_fc2",), "mla": ()}
+
+
+@pytest.mark.gpu
+@pytest.mark.exclusive
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("case", [DENSE, MOE, MLA], ids=lambda case: case.kind)
+def test_a_budget_is_kept_and_predicted(case: ModelCase, budget: float) -> None:
+    modules = (MOE_MODULES if case.kind == "moe" else DENSE_MODULES) + OWN[case.kind]
+    result = train_within(0, 1, 0, case, modules, "cuda", budget, COUNTS, dict(MIN_NUMEL))
+    print(f"{case.kind} {budget}: {result}")
+    assert result.difference is None
+    if result.error:
+        assert "even if every layer is recomputed" in result.error
+        pytest.skip(f"less than the model needs: {result.error}")
+    assert max(result.activation_bytes) <= result.budget_bytes
+    assert result.num_until_settled <= MAX_UNTIL_SETTLED
+    assert result.planned_bytes == pytest.approx(result.activation_bytes[-1], rel=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.exclusive
+def test_with_room_to_spare_nothing_is_recomputed_and_nothing_moves() -> None:
+    case = replace(DENSE, num_layers=4)
+    result = train_within(0, 1, 0, case, DENSE_MODULES, "cuda", 1.5, COUNTS, dict(MIN_NUMEL))
+    assert result.difference is None
+    assert result.assignments[-1] == result.least
+    assert result.moved_bytes == 0
+
+
+@pytest.mark.gpus2
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}], ids=str)
+def test_ranks_stay_within_it_together(sizes: dict[str, int]) -> None:
+    case = replace(MOE if "ep" in sizes else DENSE, num_layers=4, **sizes)
+    modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
+    arguments = (case, modules, "cuda", 0.7, (4,) * 16, dict(MIN_NUMEL))
+    results = run_ranks(2, train_within, *arguments)
+    for result in results:
+        assert result.error == ""
+        assert result.difference is None
+        assert max(result.activation_bytes) <= result.budget_bytes
+    if "pp" not in sizes:
+        assert results[0].assignments == results[1].assignments
