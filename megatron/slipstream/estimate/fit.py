@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import MAX_SIZE, Chunk, ModelShape
-from megatron.slipstream.estimate.saved_tensors import CHECKPOINT_INPUTS
+from megatron.slipstream.estimate.saved_tensors import CHECKPOINT_INPUTS, marked_modules
 from megatron.slipstream.estimate.schedules import Pass, Schedule, idle_ms, rank_schedule
-from megatron.slipstream.estimate.training_setup import Configured
+from megatron.slipstream.estimate.training_setup import Configured, usable_modules
 from megatron.slipstream.estimate.ways import (
     HeadUse,
     LayerUse,
@@ -356,17 +356,22 @@ def mixes_of(name: str, shape: ModelShape, modules: Sequence[str]) -> list[Mix]:
         shape: The model.
         modules: The modules that may move.
     """
-    selective, all_modules = selective_setting(shape), frozenset(modules)
+    selective, marked = selective_setting(shape), frozenset(modules)
+    all_modules = marked
+    if set(modules) == set(usable_modules(shape)):
+        # By default megatron-core's engine moves the modules that it marks, a budget ours, too.
+        layers = range(shape.num_layers)
+        all_modules = marked.union(*(marked_modules(shape, layer, NOTHING) for layer in layers))
     inputs = frozenset({CHECKPOINT_INPUTS})
     one_way = {
         OFF: Way(),
         SELECTIVE: Way(selective),
         FULL: Way(WHOLE),
-        BUILT_IN: Way(selective, all_modules),
+        BUILT_IN: Way(selective, marked),
     }
     if name in one_way:
         return [Mix(one_way[name], one_way[name])]
-    ways = [Way(), Way(NOTHING, all_modules)]
+    ways = [Way(), *(Way(NOTHING, moved) for moved in dict.fromkeys((marked, all_modules)))]
     for is_tiled in (False, True):
         ways += [
             Way(setting, moving, is_tiled)
@@ -408,18 +413,17 @@ class Finder:
     def _fits(self, name: str, size: int) -> bool:
         estimate = self.estimate(size)
         mixes = _undominated(estimate, self._mixes(name))
-        return any(True for _ in self._fitting(estimate, mixes))
+        return any(True for _ in self.fitting(estimate, mixes))
 
     def at(self, name: str, size: int) -> Optional[Row]:
         """Return what a way takes at a size with its fastest mix; None if it does not fit."""
         estimate = self.estimate(size)
         mixes = _undominated(estimate, self._mixes(name))
-        fitting = [self._hastened(estimate, mix) for mix in self._fitting(estimate, mixes)]
-        fastest = min(fitting, key=estimate.step_ms, default=None)
+        fastest = min(self.fitting(estimate, mixes), key=estimate.step_ms, default=None)
         return None if fastest is None else estimate.row(fastest)
 
-    def _fitting(self, estimate: Estimate, mixes: Sequence[Mix]) -> Iterator[Mix]:
-        """Yield the mixes that fit: of one way, and of two with as few as fit of the first."""
+    def fitting(self, estimate: Estimate, mixes: Sequence[Mix]) -> Iterator[Mix]:
+        """Yield the mixes that fit: of one way, and the fastest of each two."""
         usages = {mix: estimate.usage(mix) for mix in mixes}
         yield from (mix for mix, usage in usages.items() if not usage.exceeded(self.limits))
         device = self.limits.device_bytes
@@ -427,7 +431,7 @@ class Finder:
             if less.tiles_logits == more.tiles_logits and usages[less].parts.total <= device:
                 mixed = self._mixed(estimate, less, more)
                 if not estimate.usage(mixed).exceeded(self.limits):
-                    yield mixed
+                    yield self._hastened(estimate, mixed)
 
     def _hastened(self, estimate: Estimate, mix: Mix) -> Mix:
         """Return the mix with more layers of its first way, if copies then hide better."""
@@ -463,15 +467,21 @@ class Finder:
         return mixes_of(name, self.configured.shape, self.configured.modules)
 
     def _mixed(self, estimate: Estimate, less: Mix, more: Mix) -> Mix:
-        """Return the mix with the fewest layers of ``less`` that fits the device."""
+        """Return the mix with the fewest layers of ``less`` that fits the device.
+
+        It fits the host, too, if ``less`` is what takes less of that.
+        """
         mix = replace(more, first=less.first)
+        with_host = estimate.usage(less).host_bytes <= estimate.usage(more).host_bytes
 
         def fits(count: int) -> bool:
             usage = estimate.usage(replace(mix, num_first=count))
-            return usage.parts.total <= self.limits.device_bytes
+            wall = usage.exceeded(self.limits)
+            return not wall or (wall == HOST and not with_host)
 
         counts = range(self._num_layers + 1)
-        return replace(mix, num_first=bisect.bisect_left(counts, True, key=fits))
+        found = bisect.bisect_left(counts, True, key=fits)
+        return replace(mix, num_first=min(found, self._num_layers))
 
     def usages(self, name: str, size: int) -> list[Usage]:
         """Return what each mix of a way with one way for all layers takes."""

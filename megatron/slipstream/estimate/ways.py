@@ -19,6 +19,7 @@ from megatron.slipstream.estimate.layer_passes import Stretch, backward_pass, fo
 from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
 from megatron.slipstream.estimate.saved_tensors import (
     CHECKPOINT_INPUTS,
+    MEGATRON_MODULES,
     Saved,
     marked_modules,
     saved_tensors,
@@ -45,8 +46,12 @@ class Way:
 
     @property
     def label(self) -> str:
-        """What it does, in short: ``"keep"``, ``"layer, offload"``, ``"mlp, offload, tiles"``."""
-        offload = ["offload"] * bool(self.modules)
+        """What it does in short, such as ``"mlp, offload all, tiles"``.
+
+        All modules are those of megatron-core and Slipstream's own.
+        """
+        has_own = self.modules - {CHECKPOINT_INPUTS, *MEGATRON_MODULES}
+        offload = [f"offload{' all' if has_own else ''}"] * bool(self.modules)
         return ", ".join([describe_setting(self.setting), *offload, *["tiles"] * self.is_tiled])
 
     def describe(self) -> str:

@@ -28,8 +28,11 @@ from megatron.slipstream.estimate.frontier_picture import frontier_png
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.estimate.model_shapes import Experts, ModelShape, Parallelism
+from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.estimate.training_setup import Configured, usable_modules
 from megatron.slipstream.estimate.ways import selective_setting
+from megatron.slipstream.plan.choose import choose
+from megatron.slipstream.plan.settings import NOTHING, WHOLE
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "models"
 GIB = 2**30
@@ -240,6 +243,30 @@ def test_the_frontier_of_budgets_is_below_every_way() -> None:
     rows = frontier.render().split("\n")[1:-5]
     assert [row.split(": ")[1] for row in rows] == [point.text for point in frontier.pareto]
     assert frontier_png(frontier).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ("core_attn", "attn_proj"),
+        ("qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"),
+    ],
+)
+def test_the_budgets_time_is_that_of_the_planned_choice(own: tuple[str, ...]) -> None:
+    """The mix of two ways is about as fast as what the planner finds layer by layer."""
+    shape = llama(**EIGHT_LAYERS, seq_length=32_768)
+    search = finder(shape, 30, state_gib=7.6, host_gib=100)
+    estimate = search.estimate(32_768)
+    mixes = [
+        mix for mix in mixes_of(BUDGET, shape, own) if not (mix.tiles_logits or mix.first.is_tiled)
+    ]
+    ours = min(map(estimate.step_ms, search.fitting(estimate, mixes)))
+    work = Workplan(shape, search.speed, own, 1)
+    state = int(7.6 * GIB)
+    templates = work.rank_templates(0, state, (NOTHING, frozenset({"mlp"}), WHOLE))
+    planned = choose(templates, search.limits.device_bytes, search.limits.host_bytes)
+    assert planned.fits
+    assert ours == pytest.approx(planned.total_ms, rel=0.03)
 
 
 def test_host_memory_is_a_limit_of_the_choice() -> None:
