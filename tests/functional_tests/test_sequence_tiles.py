@@ -13,7 +13,7 @@ import torch
 from gpu_models import DENSE, MIN_NUMEL, MOE
 from loss_curves import distance, losses
 from ranks import TIMEOUT_S, run_ranks
-from tiny_gpt import ModelCase, build_chunks, compare, initialize, make_config, train
+from tiny_gpt import DENSE_MODULES, ModelCase, build_chunks, compare, initialize, make_config, train
 from training_runs import result_of, train_on_ranks
 
 from megatron.slipstream.plan import tiles
@@ -91,7 +91,7 @@ def test_two_hundred_steps_are_within_the_spread_of_two_seeds(name: str) -> None
 def test_offloading_changes_no_bit(name: str) -> None:
     case = dataclasses.replace(GPU_CASES[name], **BOTH)
     options = {**MIN_NUMEL, "offload_checkpoint_inputs": True}
-    result = compare(0, 1, 0, case, ("core_attn",), "cuda", (2, 2, 2), options)
+    result = compare(0, 1, 0, case, DENSE_MODULES, "cuda", (2, 2, 2), options)
     assert result.difference is None
     assert "checkpoint_inputs" in result.moved_modules
 

@@ -22,15 +22,17 @@ from megatron_models import (
     run_schedule,
     wrap,
 )
-from model_case import ModelCase
+from model_case import DENSE_MODULES, ModelCase
 from ranks import run_ranks
-from tiny_gpt import compare_on_ranks, skip_without_model, train
+from tiny_gpt import compare_on_ranks, run_step, skip_without_model, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.slipstream import TileOptions, tiles_of, with_tiles
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import CHECKPOINT_INPUTS
 from megatron.slipstream.integration import install
+from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.plan import tiles
 
 pytestmark = pytest.mark.releases
 
@@ -167,9 +169,9 @@ def test_with_the_engine_on_all_is_bitwise_the_same_and_inputs_of_mlps_move(
 ) -> None:
     case = ModelCase(kind, **BOTH)
     options = {"offload_checkpoint_inputs": True, "offload_native": native}
-    (result,) = compare_on_ranks(1, case, ("core_attn",), "cpu-lazy", (2, 3, 2), options)
+    (result,) = compare_on_ranks(1, case, DENSE_MODULES, "cpu-lazy", (2, 3, 2), options)
     assert result.difference is None
-    assert result.moved_modules == ("core_attn", CHECKPOINT_INPUTS)
+    assert set(result.moved_modules) == {*DENSE_MODULES, CHECKPOINT_INPUTS}
     assert result.num_late == 0
 
 
@@ -329,3 +331,53 @@ def other_calls(rank: int, num_ranks: int, port: int) -> None:
 
 def test_models_without_labels_and_refusals() -> None:
     run_ranks(1, other_calls)
+
+
+def peak_bytes(case: ModelCase) -> int:
+    """Memory of a step, above weights and gradients."""
+    config = make_config(case)
+    chunks = build_chunks(case, config)
+    with DeviceMemoryMeter() as meter:
+        run_step(case, config, chunks, 0, 1)  # makes the gradients
+        before = meter.allocated_bytes
+        meter.reset_peak()
+        run_step(case, config, chunks, 1, 1)
+        return meter.peak_bytes - before
+
+
+FFN_SIZE, VOCAB_SIZE, NUM_TOKENS = 8192, 32768, 256
+
+
+def bytes_per_token(rank: int, num_ranks: int, port: int) -> dict[str, tuple[float, int]]:
+    """By what the peak falls for each token that a tile has less, and what that should be."""
+    initialize(ModelCase(), rank, num_ranks, port)
+    found: dict[str, tuple[float, int]] = {}
+    for bf16 in (False, True):
+        small = ModelCase(num_layers=1, micro_batch_size=1, seq_length=NUM_TOKENS, bf16=bf16)
+        element_bytes = 2 if bf16 else 4
+        for is_gated in (False, True):
+            overrides = {"ffn_hidden_size": FFN_SIZE, "gated_linear_unit": is_gated}
+            expected = tiles.mlp_bytes_per_token(
+                small.hidden_size, FFN_SIZE, element_bytes, is_gated, is_fused=False
+            )
+            case = replace(small, overrides=overrides)
+            found[f"mlp {bf16} {is_gated}"] = drop(case, "mlp"), expected
+        expected = tiles.logits_bytes_per_token(VOCAB_SIZE, element_bytes, "unfused")
+        case = replace(small, vocab_size=VOCAB_SIZE)
+        found[f"loss {bf16}"] = drop(case, "loss"), expected
+    return found
+
+
+def drop(case: ModelCase, what: str) -> float:
+    two, four = (
+        peak_bytes(replace(case, **{f"{what}_sequence_tiles": number})) for number in (2, 4)
+    )
+    return (two - four) / (NUM_TOKENS // 4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="reads a CPU's memory")
+def test_a_tile_takes_the_memory_that_is_computed_for_it() -> None:
+    (found,) = run_ranks(1, bytes_per_token)
+    assert len(found) == 6
+    for name, (measured, expected) in found.items():
+        assert measured == pytest.approx(expected, rel=0.01), name
