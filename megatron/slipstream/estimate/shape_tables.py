@@ -94,10 +94,12 @@ class RankPlan:
 
     @property
     def layers(self) -> str:
-        """The indices of its layers, chunk by chunk."""
+        """The indices of its layers, or how many there are in more than two chunks."""
+        chunks = [chunk.layers for chunk in self.work.shape.chunks_of(self.pp_rank)]
+        if len(chunks) > 2:
+            return f"{sum(map(len, chunks))} in {len(chunks)} chunks"
         texts = []
-        for chunk in self.work.shape.chunks_of(self.pp_rank):
-            first, *others = chunk.layers or (None,)
+        for first, *others in ((layers or (None,)) for layers in chunks):
             texts.append(
                 "-" if first is None else f"{first}-{others[-1]}" if others else f"{first}"
             )

@@ -217,6 +217,11 @@ PLAN_RULES: tuple[Rule, ...] = (
         lambda f: not f.offload_checkpoint_inputs or f.recompute_granularity == "full",
     ),
     _unsupported(
+        "activation_memory_budget",
+        "training chooses from what it measures",
+        "leave it out; --frontier of 'slipstream plan' shows what budgets give",
+    ),
+    _unsupported(
         "offload_engine",
         "megatron-core's engine follows no plan",
         "set offload_engine=slipstream",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +22,11 @@ from megatron.slipstream.estimate.model_shapes import (
     Optimizer,
     Parallelism,
 )
+from megatron.slipstream.estimate.model_state import state_bytes
 from megatron.slipstream.estimate.saved_tensors import saved_tensors
 from megatron.slipstream.estimate.schedules import rank_schedule
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
+from megatron.slipstream.estimate.training_command import read_flags, split_command
 from megatron.slipstream.estimate.training_setup import Configured
 from megatron.slipstream.integration.frameworks.options import DEFAULTS
 from megatron.slipstream.integration.model_arguments import (
@@ -31,6 +34,7 @@ from megatron.slipstream.integration.model_arguments import (
     configured_by_flags,
 )
 from megatron.slipstream.integration.schedules import MEGATRON_SCHEDULES
+from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.settings import NOTHING, WHOLE
 
@@ -95,6 +99,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 """Offloading flags of a training, and what they change in its policy."""
 
 REFUSED = {
+    LLAMA + "--fine-grained-activation-offloading --activation-memory-budget 10": (
+        "activation_memory_budget=10.0 is not supported with a plan from flags because"
+    ),
     OFFLOADED + "--offload-engine megatron": (
         "offload_engine=megatron is not supported with a plan from flags because"
     ),
@@ -164,6 +171,18 @@ LOSSES = {
     "": "unfused",
     "--cross-entropy-loss-fusion": "native",
 }
+PUBLISHED_FLAGS = Path(__file__).resolve().parents[3] / "examples/flags/deepseek_v3_gb200.txt"
+TABLE_3 = {
+    "--pipeline-model-parallel-size 8": "--pipeline-model-parallel-size 4",
+    "--expert-model-parallel-size 32": "--expert-model-parallel-size 64",
+    "Et|(tt|)*30L": "Ettt|(tttt|)*14ttL",
+    "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather": "",
+    "--reuse-grad-buf-for-mxfp8-param-ag": "",
+    "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16": "",
+    "--recompute-granularity selective --recompute-modules mlp": "",
+    "--global-batch-size 2048": "--global-batch-size 1024",
+}
+"""What the published breakdown of memory in bfloat16 has in place of some of these flags."""
 NOTED = {
     LLAMA.replace("type rope", "type learned_absolute"): "leaves out the position embeddings",
     LLAMA + "--fp8-format hybrid": "derived, not measured",
@@ -231,6 +250,13 @@ def parse_all(rank: int, world_size: int, port: int) -> dict[str, Any]:
     found["options"] = {action.dest for action in parser._actions}
     for flags in (*NOTED, *OPTIMIZERS, *CHECKPOINTED, *(LLAMA + flags for flags in LOSSES)):
         found[flags] = configured_by_flags(flags.split())
+    command = split_command(read_flags(PUBLISHED_FLAGS))
+    found["published"] = configured_by_flags(command.flags, 256)
+    flags = " ".join(command.flags)
+    for before, after in TABLE_3.items():
+        assert before in flags
+        flags = flags.replace(before, after)
+    found["table 3"] = configured_by_flags(flags.split(), 256, num_micro_batches=16)
     found["inputs"] = configured_by_flags((OFFLOADED + INPUTS).split())
     for flags in OTHER_STATE:
         found[flags, "given"] = configured_by_flags(flags.split(), 2, state_gib=3.0)
@@ -360,6 +386,27 @@ def test_inputs_of_checkpoints_move_if_the_flags_say_so(parsed: dict[str, Config
         Workplan(parsed["inputs"].shape, find_speed("h100"), parsed["inputs"].modules, 1), 0
     )
     assert [group.name for group in trace.groups] == ["checkpoint_inputs"] * 8
+
+
+def peak_gb(found: Configured, rank: int, moving: bool) -> float:
+    """Return the device peak of a pipeline rank in GB."""
+    work = Workplan(found.shape, find_speed("gb200"), found.modules, found.num_micro_batches)
+    trace = synthetic_trace(work, rank, state_bytes(found.shape, rank))
+    peaks = build_plan(trace, PolicyOptions()).peak_bytes()
+    assert peaks is not None
+    return peaks[moving] / 1e9
+
+
+# arXiv 2603.07685, tables 3 and 5. The rank is the one with the highest peak.
+@pytest.mark.parametrize(
+    "name, rank, moving, gb",
+    [("table 3", 1, False, 199.5), ("published", 2, False, 169), ("published", 2, True, 151)],
+    ids=["bf16", "MXFP8", "offloading"],
+)
+def test_the_published_memory_is_predicted(
+    parsed: dict[str, Configured], name: str, rank: int, moving: bool, gb: float
+) -> None:
+    assert peak_gb(parsed[name], rank, moving) == pytest.approx(gb, rel=0.02)
 
 
 @pytest.mark.parametrize("flags", OPTIMIZERS, ids=[flags.split()[-1] for flags in OPTIMIZERS])
