@@ -22,6 +22,7 @@ from tiny_gpt import (
 )
 
 from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.fine_grained_activation_offload.layer_report import LayerReport
 from megatron.slipstream.integration import install
 from megatron.slipstream.plan.relaxation import Stage
 from megatron.slipstream.plan.settings import Assignment
@@ -45,6 +46,10 @@ class Budgeted:
     """Of the last iteration."""
     planned_bytes: int = 0
     """The activations that the last iteration's plan predicts."""
+    layers: list[LayerReport] = field(default_factory=list)
+    """What the report says of each layer."""
+    reported_bytes: int = 0
+    """The budget by the report."""
     kinds: tuple[str, ...] = ()
     """The kinds of the layers."""
     least: Assignment = ()
@@ -102,7 +107,9 @@ def train_within(
         except ValueError as error:
             result.error = str(error)
     manager.finish_report()
-    result.moved_bytes = manager.report.d2h_bytes
+    report = manager.report
+    result.moved_bytes, result.reported_bytes = report.d2h_bytes, report.budget_bytes
+    result.layers = report.layers
     return result
 
 

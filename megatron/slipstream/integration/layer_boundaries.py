@@ -9,7 +9,7 @@ operation: [Note: One mark per group].
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Optional
 
@@ -17,6 +17,7 @@ import torch
 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.patches.model_calls import tensors_in
+from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.layer_visits import Boundary, Place, RankLayer
 from megatron.slipstream.plan.trace import GroupKey, Trace
 
@@ -162,20 +163,34 @@ class LayerBoundaries:
             trace: The trace of the iteration.
         """
         least: dict[int, int] = {}
+        for layer, keys in self._groups_by_layer(trace):
+            nbytes = sum(
+                storage.nbytes
+                for storage in trace.storages
+                if storage.holders[0] in keys and not storage.held_outside
+            )
+            least[layer] = min(least.get(layer, nbytes), nbytes)
+        return [least.get(index, 0) for index in range(len(self._layers))]
+
+    def moved_bytes(self, plan: Plan) -> list[int]:
+        """Return, for each layer, the bytes of a micro-batch that move, on average.
+
+        Args:
+            plan: The plan of iterations like the last one that was measured.
+        """
+        moved: list[list[int]] = [[] for _ in self._layers]
+        nbytes_of = {group.key: group.moved_nbytes for group in plan.groups}
+        for layer, keys in self._groups_by_layer(plan.trace):
+            moved[layer].append(sum(nbytes_of[key] for key in keys if key in nbytes_of))
+        return [sum(each) // max(1, len(each)) for each in moved]
+
+    def _groups_by_layer(self, trace: Trace) -> Iterator[tuple[int, set[GroupKey]]]:
+        """Yield each layer of each pass with its groups."""
         for chunk_pass in {key.chunk_pass for key in trace.group_by_key}:
             places = sorted((n, i) for (p, i), n in self._groups.items() if p == chunk_pass)
-            if not places:
-                continue
-            stops = [number for number, _ in places[1:]] + [len(trace.groups)]
-            for (first, layer), stop in zip(places, stops, strict=True):
-                keys = {GroupKey(chunk_pass, number) for number in range(first, stop)}
-                nbytes = sum(
-                    storage.nbytes
-                    for storage in trace.storages
-                    if storage.holders[0] in keys and not storage.held_outside
-                )
-                least[layer] = min(least.get(layer, nbytes), nbytes)
-        return [least.get(index, 0) for index in range(len(self._layers))]
+            stops = [*(number for number, _ in places[1:]), len(trace.groups)]
+            for (first, layer), stop in zip(places, stops, strict=False):
+                yield layer, {GroupKey(chunk_pass, number) for number in range(first, stop)}
 
     # Hooks.
 

@@ -21,6 +21,8 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+from megatron.slipstream.fine_grained_activation_offload.layer_report import LayerReport
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.integration import layer_settings
 from megatron.slipstream.integration.engine_setup import host_limit
 from megatron.slipstream.integration.layer_boundaries import LayerBoundaries
@@ -72,6 +74,12 @@ class MemoryBudget:
         """The device peak of the last iteration."""
         self._is_blind = False
         """Whether the backend does not count memory."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether settings of layers do not change any more."""
+        is_final = self.relaxation is not None and self.relaxation.is_settled
+        return self._is_blind or is_final
 
     @property
     def resident_bytes(self) -> int:
@@ -225,6 +233,30 @@ class MemoryBudget:
         return Limits(device_bytes, resident_bytes, base_bytes, bandwidth, host_bytes)
 
     # What users are told.
+
+    def fill(self, report: RankReport) -> None:
+        """Add what layers keep, move and recompute, and the budget, to the report of the rank."""
+        relaxation, plan = self.relaxation, self._engine.plan
+        if relaxation is None:
+            return
+        report.budget_bytes = self._limits.device_bytes - self._limits.resident_bytes
+        report.budget_reason = f"activation_memory_budget={self._budget}"
+        num_layers = len(relaxation.assignment)
+        moved = self._boundaries.moved_bytes(plan) if plan is not None else [0] * num_layers
+        reason = "the least time that fits" if relaxation.is_settled else "still being measured"
+        visits = relaxation.visits
+        report.layers = [
+            LayerReport(
+                describe_setting(setting),
+                layer.kind,
+                *visits.saved_bytes(layer, setting, nbytes),
+                visits.recomputed_ms(layer, setting),
+                reason,
+            )
+            for layer, setting, nbytes in zip(
+                visits.layers, relaxation.assignment, moved, strict=True
+            )
+        ]
 
     def _nothing_fits(self, error: NothingFitsError) -> ValueError:
         share = error.allowed_bytes / error.needed_bytes

@@ -100,9 +100,16 @@ class RoutedManager(PipelineOffloadManager):
         self.router.after_iteration(self.router.num_iterations)
 
     def finish_report(self) -> None:
-        """Complete the report, which also says how the model is divided into tiles."""
+        """Complete the report, which also says how the model is divided into tiles and settings."""
         super().finish_report()
+        if self.budget is not None:
+            self.budget.fill(self.report)
         self.report.tiles = tile_counts(self.router.chunks_of(self))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether neither the plan nor the settings of layers will change."""
+        return super().is_settled and (self.budget is None or self.budget.is_settled)
 
     def close(self) -> None:
         """Free the host memory, and give its share of the limit to other engines."""

@@ -114,6 +114,29 @@ class LayerVisits:
         """Return by how much backward of such a layer raises memory, recomputation included."""
         return max(0, self._measured["B", kind, setting].peak_bytes)
 
+    def saved_bytes(
+        self, layer: RankLayer, setting: LayerSetting, moved_bytes: int
+    ) -> tuple[int, int, int]:
+        """Return what such a layer saves, what of it moves, and what is recomputed instead.
+
+        Args:
+            layer: The layer.
+            setting: Its setting.
+            moved_bytes: The bytes of a micro-batch that move.
+        """
+        held = {one: self.held_bytes(layer.kind, one) for one in self._settings(layer.kind)}
+        own = held.get(setting, 0)
+        most = held.get(layer.settings[-1], max(held.values(), default=0))
+        return max(most, own), min(moved_bytes, own), max(0, most - own)
+
+    def recomputed_ms(self, layer: RankLayer, setting: LayerSetting) -> Optional[float]:
+        """Return by how much the setting lengthens backward of such a layer; None if unknown."""
+        least = layer.settings[-1]
+        if not (self.is_measured(layer.kind, setting) and self.is_measured(layer.kind, least)):
+            return None
+        ms, least_ms = (self._work_of(layer.kind, one)[1].ms for one in (setting, least))
+        return None if ms is None or least_ms is None else ms - least_ms
+
     @property
     def num_in_flight(self) -> int:
         """The most micro-batches of one chunk that await their backward at once."""

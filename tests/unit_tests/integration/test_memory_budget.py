@@ -16,7 +16,7 @@ from tiny_gpt import build_chunks, initialize, make_config, train_steps
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install, layer_settings
 from megatron.slipstream.plan.relaxation import Stage
-from megatron.slipstream.plan.settings import WHOLE
+from megatron.slipstream.plan.settings import NOTHING, WHOLE, describe_setting
 
 NORM = {"normalization": "LayerNorm"}
 """One operation, as Transformer Engine's norms are."""
@@ -40,6 +40,24 @@ def _check(result: Budgeted) -> None:
     assert result.num_until_settled <= MAX_UNTIL_SETTLED
 
 
+def _check_report(result: Budgeted) -> None:
+    """The report has the settings, and what moves adds up to what the engine counts."""
+    assert abs(result.reported_bytes - result.budget_bytes) <= 1
+    final = result.assignments[-1]
+    assert [layer.setting for layer in result.layers] == [*map(describe_setting, final)]
+    assert [layer.kind for layer in result.layers] == [*result.kinds]
+    assert {layer.reason for layer in result.layers} == {"the least time that fits"}
+    moved = 2 * sum(layer.moved_bytes for layer in result.layers)
+    assert moved == pytest.approx(result.moved_bytes, abs=2 * len(final))
+    kept = {layer.kind for layer in result.layers if layer.setting == describe_setting(NOTHING)}
+    for layer in result.layers:
+        is_whole = layer.setting == describe_setting(WHOLE)
+        assert layer.recomputed_bytes > 0 or not (is_whole and layer.kind in kept)
+    for layer, setting, least in zip(result.layers, final, result.least, strict=True):
+        assert not layer.recomputed_bytes or setting != least
+        assert layer.moved_bytes + layer.recomputed_bytes <= layer.saved_bytes
+
+
 @pytest.mark.parametrize("budget", [0.8, 0.5], ids=str)
 @pytest.mark.parametrize("case", [DENSE, MIXED], ids=lambda case: case.kind)
 def test_training_is_bitwise_that_without_and_never_above_the_budget(
@@ -48,6 +66,7 @@ def test_training_is_bitwise_that_without_and_never_above_the_budget(
     result = _train(case, budget)
     _check(result)
     assert result.planned_bytes == pytest.approx(result.activation_bytes[-1], rel=0.01)
+    _check_report(result)
     used = max(result.activation_bytes[result.num_until_settled :]) / result.budget_bytes
     assert used > 0.5, "what there is room for is kept"
 
