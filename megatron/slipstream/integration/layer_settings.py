@@ -128,14 +128,18 @@ def make_frugal(chunk: torch.nn.Module) -> None:
 def restore(chunks: Sequence[torch.nn.Module]) -> None:
     """Give each layer back the attributes and the class that it was built with.
 
+    CUDA graphs that exist keep the settings that they contain.
+
+    Args:
+        chunks: All chunks of the model on this rank, wrapped or not.
+
     Raises:
-        RuntimeError: As for :func:`apply`.
+        RuntimeError: The engine knows of an iteration that has begun and not ended.
     """
     options = layers_of(chunks)
-    apply(tuple(one.minimum for one in options), chunks)
     _tell_engine(chunks, ())
     for one in options:
-        del _states[one.layer]
+        _states.pop(one.layer).take(one, one.minimum)
 
 
 def assignment_of(chunks: Sequence[torch.nn.Module]) -> Assignment:

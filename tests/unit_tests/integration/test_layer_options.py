@@ -222,6 +222,8 @@ def captured_layers_do_not_change() -> None:
     assert "delete the graphs first" in text
     assert assignment_of(chunks) == (NOTHING, NOTHING)
     apply((NOTHING, WHOLE), chunks)  # The other layer is not captured.
+    restore(chunks)
+    assert assignment_of(chunks) == (NOTHING, NOTHING)
     first.layer.cuda_graphs = []  # type: ignore[assignment]
     apply((WHOLE, NOTHING), chunks)
 
