@@ -101,19 +101,6 @@ _EXPERT_PIPELINE_VARIANTS = (
 )
 _PIPELINE = replace(DENSE, num_layers=16, seq_length=4096, pp=2)
 _PIPELINE_VARIANTS = _variants(DENSE_MODULES, "core_attn", "core_attn attn_proj")
-_FULL = replace(
-    DENSE,
-    overrides={
-        **DENSE.overrides,
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-)
-# The module moves nothing in fully recomputed layers, but megatron-core requires one.
-_INPUTS = (
-    Variant(("core_attn",), {"inputs": {"offload_checkpoint_inputs": True}}, has_defaults=False),
-)
 # Tensors of 4 MiB, whose kernels take longer to launch than to run.
 SMALL = replace(
     DENSE,
@@ -178,18 +165,6 @@ ENGINE_CASES: tuple[Case, ...] = (
         LLAMA3_8B,
         _variants(DENSE_MODULES),
         num_micro_batches=1,
-    ),
-    Case(
-        "full",
-        "the dense case, each layer recomputed as a whole: the inputs of the checkpoints move",
-        _FULL,
-        _INPUTS,
-    ),
-    Case(
-        "full_long",
-        "the same with sequence 32768",
-        replace(_FULL, seq_length=32768),
-        _INPUTS,
     ),
     Case(
         "mla_moe",
