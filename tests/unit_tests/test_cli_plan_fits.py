@@ -105,6 +105,25 @@ def test_sizes_can_be_divided_among_ranks(
     assert all(size and size % step == 0 for size in sizes)
 
 
+FLAGS = """--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --swiglu
+    --ffn-hidden-size 16384 --untie-embeddings-and-output-weights
+    --max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 4 --vocab-size 32000
+    --tokenizer-type NullTokenizer --bf16 --use-distributed-optimizer --optimizer-cpu-offload
+    --optimizer-offload-fraction 1.0 --use-precision-aware-optimizer""".split()
+
+
+def test_an_optimizer_on_the_host_leaves_less_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--largest-micro-batch", "--gpu", "h100", "--host-memory")
+    assert show(*arguments, 20, "--", *FLAGS) == 0
+    found = re.search(r"host memory of a rank ([\d.]+) GiB", capsys.readouterr().out)
+    assert found
+    # Two layers and two embeddings: 16 bytes for each parameter.
+    parameters = 2 * (4 * 4096 * 4096 + 3 * 4096 * 4 * 4096) + 2 * 32_000 * 4096
+    assert float(found[1]) == pytest.approx(20 - 16 * parameters / 2**30, abs=0.1)
+    assert show(*arguments, 5, "--", *FLAGS) == 2
+    assert "is not supported with optimizer_cpu_offload because" in capsys.readouterr().err
+
+
 LONGEST = ("--hf-config", LLAMA, "--longest-sequence")
 
 

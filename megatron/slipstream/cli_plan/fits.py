@@ -28,7 +28,7 @@ from megatron.slipstream.estimate.fit import (
 )
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import ModelShape
-from megatron.slipstream.estimate.model_state import state_bytes
+from megatron.slipstream.estimate.model_state import host_state_bytes, state_bytes
 from megatron.slipstream.estimate.training_setup import Configured
 from megatron.slipstream.plan.progress_bar import bar_on_stderr
 from megatron.slipstream.plan.render import format_bytes
@@ -126,9 +126,17 @@ def finder_for(configured: Configured, speed: Speed, options: argparse.Namespace
             return int(options.state_gib * 2**30)
         return state_bytes(shape, rank)
 
+    memory = _memory_bytes(speed, options)
     par = configured.shape.parallelism
     host = None if options.host_memory is None else int(options.host_memory * 2**30)
-    limits = Limits(_memory_bytes(speed, options), host, state)
+    optimizer = max(host_state_bytes(configured.shape, rank) for rank in range(par.pp))
+    if host is not None and 0 < host <= optimizer:
+        raise ValueError(
+            f"--host-memory={options.host_memory} is not supported with optimizer_cpu_offload "
+            f"because its state takes {format_bytes(optimizer)} there; set more, or leave it out"
+        )
+    host = None if host is None else host - optimizer
+    limits = Limits(memory, host, state)
     if options.largest_micro_batch:
         return Finder(configured, speed, limits, "micro_batch_size", 1)
     step = STEP_TOKENS * par.cp * (par.tp if par.sequence_parallel else 1)

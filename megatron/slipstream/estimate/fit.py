@@ -360,6 +360,7 @@ def mixes_of(name: str, shape: ModelShape, modules: Sequence[str]) -> list[Mix]:
     all_modules = marked
     if set(modules) == set(usable_modules(shape)):
         # By default megatron-core's engine moves the modules that it marks, a budget ours, too.
+        marked = frozenset(usable_modules(shape.with_setting(NOTHING)))
         layers = range(shape.num_layers)
         all_modules = marked.union(*(marked_modules(shape, layer, NOTHING) for layer in layers))
     inputs = frozenset({CHECKPOINT_INPUTS})

@@ -73,11 +73,11 @@ class Way:
 def selective_setting(shape: ModelShape) -> LayerSetting:
     """Return the modules that selective recomputation should name for a model.
 
-    These are the ones the user names, if any; core attention if its scores are saved; else the
+    These are the ones the training names, if any; core attention if its scores are saved; else the
     parts that are cheap for what they save: the MLP of dense layers, the activation function of
     experts, latent attention's up-projections, and the norms.
     """
-    if shape.recompute_modules:
+    if shape.recompute_modules and shape.recompute_modules != WHOLE:
         return shape.recompute_modules
     if shape.attention_backend in ("unfused", "local"):
         return LayerSetting({"core_attn"})

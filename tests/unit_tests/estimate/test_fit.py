@@ -286,12 +286,21 @@ def test_host_memory_is_a_limit_of_the_choice() -> None:
         (llama(), {"mlp", "layernorm"}),
         (llama(attention_backend="unfused"), {"core_attn"}),
         (llama(recompute_modules=frozenset({"mlp"})), {"mlp"}),
+        (llama(recompute_modules=WHOLE), {"mlp", "layernorm"}),
         (llama(experts=Experts(8, 2, 64)), {"moe_act", "layernorm"}),
         (MODELS["latent"], {"moe_act", "layernorm", "mla_up_proj"}),
     ],
 )
 def test_selective_recomputation_suits_the_model(shape: ModelShape, expected: set[str]) -> None:
     assert selective_setting(shape) == expected
+
+
+def test_what_the_training_recomputes_itself_does_not_matter() -> None:
+    """Nor what it can therefore move."""
+    plain, full = llama(num_layers=4), llama(num_layers=4, recompute_modules=WHOLE)
+    for way in WAYS:
+        fits = [finder(shape, 60, state_gib=8, host_gib=30).fit(way) for shape in (plain, full)]
+        assert fits[0] == fits[1]
 
 
 def test_a_stage_holds_the_passes_in_flight() -> None:
