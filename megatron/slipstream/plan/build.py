@@ -22,11 +22,12 @@ from megatron.slipstream.plan.candidates import (
 )
 from megatron.slipstream.plan.host_layout import size_class_bytes
 from megatron.slipstream.plan.model import Floats, IterationModel
+from megatron.slipstream.plan.search import MAX_STEPS_OF_CHANGES
 from megatron.slipstream.plan.selection import Selection, keep_to_inflight_limit, may_hide, select
 from megatron.slipstream.plan.trace import GroupKey, GroupTrace, StepKind, Trace
 
 
-def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
+def build_plan(trace: Trace, options: PolicyOptions, max_steps: int = MAX_STEPS_OF_CHANGES) -> Plan:
     """Build the plan for iterations like the one in ``trace``.
 
     A storage moves if every group that holds it moves and nothing else holds it. Its D2H copy
@@ -35,14 +36,14 @@ def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
 
     If the trace has ``step_ms`` and ``bandwidth``, groups are freed and reloaded at the cheapest
     times, and a target may decide which groups move; otherwise, the options give both as numbers of
-    marks.
+    marks. ``max_steps`` limits the work for a target: see :func:`choose_for_memory`.
     """
-    selection, storages, needed = _select(trace, options)
+    selection, storages, needed = _select(trace, options, max_steps)
     staying: frozenset[int] = frozenset()
     while useless := _lingering_for_nothing(trace, storages):
         # The other groups were timed with these also using the link and host memory.
         staying |= useless
-        selection, storages, _ = _select(_without(trace, staying), options)
+        selection, storages, _ = _select(_without(trace, staying), options, max_steps)
     planned = frozenset(storage.index for storage in storages)
     kept_storages = _kept_storages(trace, selection.moving) | dict.fromkeys(staying, LINGERS)
     groups = []
@@ -55,10 +56,12 @@ def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
     return Plan(trace, options, tuple(groups), storages, needed, selection.notes, selection.bound)
 
 
-def _select(trace: Trace, options: PolicyOptions) -> tuple[Selection, tuple[StoragePlan, ...], int]:
+def _select(
+    trace: Trace, options: PolicyOptions, max_steps: int
+) -> tuple[Selection, tuple[StoragePlan, ...], int]:
     """Return what moves, and the host memory that it would need without a limit."""
     moving, reasons = select_groups(trace, options)
-    selection = select(trace, options, moving, reasons)
+    selection = select(trace, options, moving, reasons, max_steps)
     storages = storage_plans(trace, selection.moving, selection.steps)
     needed = peak_in_use_bytes(len(trace.steps), host_intervals(storages))
     limit = options.host_memory_limit_bytes
@@ -69,7 +72,7 @@ def _select(trace: Trace, options: PolicyOptions) -> tuple[Selection, tuple[Stor
         if trace.is_timed:
             intervals = longest_intervals(trace, candidates)
         reasons |= keep_within_host_memory(trace, sorted(candidates), intervals, limit)
-        selection = select(trace, options, moving - reasons.keys(), reasons)
+        selection = select(trace, options, moving - reasons.keys(), reasons, max_steps)
         storages = storage_plans(trace, selection.moving, selection.steps)
     inflight_limit = options.max_inflight_offloads
     if inflight_limit is not None:

@@ -25,6 +25,8 @@ BYTES_PER_MS_AT_1_GB_PER_S = 1e6
 
 Floats = NDArray[np.float64]
 
+_ACTION_KINDS = tuple(ActionKind)
+
 
 @dataclass
 class Job:
@@ -149,35 +151,58 @@ class IterationModel:
             moving: The groups that move.
             staying: Storages that stay although they could move.
         """
-        lone = {} if staying else self._lone_jobs
-        jobs = [lone[key] for key in moving if key in lone]
-        sharing = [key for key in moving if key not in lone]
-        if sharing:
-            moved = set(self.moving_storages(moving)) - set(staying)
-            jobs += self._make_jobs(sharing, moved)
+        if staying:
+            return self._make_jobs(moving, set(self.moving_storages(moving)).difference(staying))
+        by_family: dict[int, list[GroupKey]] = {}
+        for key in moving:
+            by_family.setdefault(self._families[key], []).append(key)
+        jobs = [job for keys in by_family.values() for job in self._jobs_of_family(tuple(keys))]
         jobs.sort(key=lambda job: job.commit)
         return jobs
 
     @cached_property
-    def _lone_jobs(self) -> dict[GroupKey, Job]:
-        """The jobs of groups that share no storage, which do not depend on what else moves."""
-        lone = [
-            group.key
-            for group in self.trace.groups
-            if all(len(self.trace.storages[item].holders) == 1 for item in group.storages)
-        ]
-        moved = {item for item, window in enumerate(self.windows) if window is not None}
-        return {job.key: job for job in self._make_jobs(lone, moved)}
+    def _families(self) -> dict[GroupKey, int]:
+        """For each group, a number that it has in common with those it shares storages with."""
+        family_of = {group.key: number for number, group in enumerate(self.trace.groups)}
+        members = {number: [group.key] for number, group in enumerate(self.trace.groups)}
+        for storage in self.trace.storages:
+            first = family_of[storage.holders[0]]
+            for other in {family_of[key] for key in storage.holders} - {first}:
+                family_of.update(dict.fromkeys(members[other], first))
+                members[first] += members.pop(other)
+        return family_of
+
+    def _jobs_of_family(self, keys: tuple[GroupKey, ...]) -> list[Job]:
+        """Return the jobs of those groups of a family that move.
+
+        They do not depend on what else moves, so that they are made once.
+        """
+        found = self._made_jobs.get(keys)
+        if found is None:
+            trace, wanted = self.trace, set(keys)
+            moved = {
+                item
+                for key in keys
+                for item in trace.group_by_key[key].storages
+                if self.windows[item] is not None
+                and wanted.issuperset(trace.storages[item].holders)
+            }
+            found = self._made_jobs[keys] = self._make_jobs(keys, moved) if moved else []
+        return found
+
+    @cached_property
+    def _made_jobs(self) -> dict[tuple[GroupKey, ...], list[Job]]:
+        return {}
 
     def _make_jobs(self, keys: Collection[GroupKey], moved: Collection[int]) -> list[Job]:
-        """Return the jobs of ``keys``: all holders of ``moved``, or groups that share nothing."""
+        """Return the jobs of ``keys``, which are all holders of ``moved``."""
         trace, index = self.trace, self.trace.step_index
         jobs = []
         for key in keys:
             storages = [item for item in trace.group_by_key[key].storages if item in moved]
             if storages:
                 name = trace.group_by_key[key].name
-                d2h, free, h2d = (Action(kind, key, name) for kind in ActionKind)
+                d2h, free, h2d = (Action(kind, key, name) for kind in _ACTION_KINDS)
                 marks = (StepKind.FORWARD_COMMIT, key), (StepKind.BACKWARD_USE, key)
                 jobs.append(Job(key, d2h, free, h2d, index[marks[0]], index[marks[1]], storages))
         jobs.sort(key=lambda job: job.commit)

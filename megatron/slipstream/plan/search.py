@@ -175,13 +175,15 @@ def choose_for_memory(
     movable: frozenset[GroupKey],
     target_bytes: float,
     max_steps: int = MAX_STEPS_OF_CHANGES,
+    bounds: LowerBounds | None = None,
 ) -> tuple[Choice, Bound]:
     """Find the choice with the least stall time for a device peak of at most ``target_bytes``.
 
     If no plan reaches that peak, minimize the time for the lowest possible peak. ``max_steps``
     limits the total steps of the iterations that are timed to improve on the first result.
+    ``bounds`` are those of the groups, if they were made before.
     """
-    search = _Search(model, movable, max_steps)
+    search = _Search(model, movable, max_steps, bounds)
     peak = max(target_bytes, search.bounds.lowest_peak_bytes())
     lower = search.bounds.least_stall_ms(peak)
     best = search.fastest(peak, lower)
@@ -223,8 +225,9 @@ class _Search:
         model: IterationModel,
         movable: frozenset[GroupKey],
         max_steps: int = MAX_STEPS_OF_CHANGES,
+        bounds: LowerBounds | None = None,
     ) -> None:
-        self.bounds = LowerBounds(model, movable)
+        self.bounds = bounds or LowerBounds(model, movable)
         self._model = model
         self._movable = movable
         self._max_steps = max_steps

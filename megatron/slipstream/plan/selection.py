@@ -20,6 +20,7 @@ from megatron.slipstream.plan.candidates import (
 )
 from megatron.slipstream.plan.model import IterationModel
 from megatron.slipstream.plan.search import (
+    MAX_STEPS_OF_CHANGES,
     Choice,
     choose_as_given,
     choose_for_memory,
@@ -73,7 +74,11 @@ def keep_to_inflight_limit(trace: Trace, limit: int, selection: Selection) -> Se
 
 
 def select(
-    trace: Trace, options: PolicyOptions, moving: frozenset[GroupKey], kept: Kept
+    trace: Trace,
+    options: PolicyOptions,
+    moving: frozenset[GroupKey],
+    kept: Kept,
+    max_steps: int = MAX_STEPS_OF_CHANGES,
 ) -> Selection:
     """Decide which of the groups that the policies allow move, and when.
 
@@ -83,6 +88,7 @@ def select(
             timed one. A target or an allowed overhead requires times.
         moving: The groups that the policies allow to move.
         kept: The reason for every other group.
+        max_steps: See :func:`choose_for_memory`.
     """
     if not trace.is_timed and _fits_without_moving(trace, options):
         return Selection(frozenset(), {**dict.fromkeys(moving, NOT_NEEDED_FOR_TARGET), **kept}, {})
@@ -96,7 +102,7 @@ def select(
     model = IterationModel(trace)
     optional = may_hide(trace, options, kept)
     if options.target_memory_bytes is not None:
-        return _select_for_memory(model, moving | optional, kept, options)
+        return _select_for_memory(model, moving | optional, kept, options, max_steps)
     if options.max_overhead_percent is not None:
         return _select_for_time(model, moving | optional, kept, options.max_overhead_percent)
     fitting = fitting_groups(model, moving | optional)
@@ -205,12 +211,16 @@ def why_not_followed(trace: Trace, options: PolicyOptions) -> tuple[str, ...]:
 
 
 def _select_for_memory(
-    model: IterationModel, movable: frozenset[GroupKey], kept: Kept, options: PolicyOptions
+    model: IterationModel,
+    movable: frozenset[GroupKey],
+    kept: Kept,
+    options: PolicyOptions,
+    max_steps: int,
 ) -> Selection:
     target_bytes = options.target_memory_bytes
     assert target_bytes is not None
     fitting = fitting_groups(model, movable)
-    choice, bound = choose_for_memory(model, fitting, target_bytes)
+    choice, bound = choose_for_memory(model, fitting, target_bytes, max_steps)
     notes: tuple[str, ...] = ()
     excess = choice.timing.peak_bytes - target_bytes
     if excess > 0:

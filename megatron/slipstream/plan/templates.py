@@ -125,6 +125,11 @@ class Template:
         """All work of backward."""
         return _total(self.backward)
 
+    @property
+    def compute_ms(self) -> float:
+        """Compute time of forward and backward."""
+        return self.in_forward.ms + self.in_backward.ms
+
     @cached_property
     def movable_bytes(self) -> int:
         """Saved bytes that may move."""

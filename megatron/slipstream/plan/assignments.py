@@ -1,0 +1,388 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Searches which setting each layer of a rank takes, for a budget of device memory.
+
+The search has one idea: layers of a kind are alike but for their position, so as many as possible
+take the fastest setting, then the next one, in a few orders; how many is found by bisection. Single
+layers are changed after that. :class:`Judge` tells what an assignment costs: it composes the trace,
+asks ``search`` what moves, and looks at a lower bound first, since most candidates fail by it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Optional
+
+from megatron.slipstream.plan.actions import host_intervals
+from megatron.slipstream.plan.build import longest_intervals, storage_plans
+from megatron.slipstream.plan.candidates import keep_within_host_memory, peak_in_use_bytes
+from megatron.slipstream.plan.lower_bounds import LowerBounds
+from megatron.slipstream.plan.model import IterationModel
+from megatron.slipstream.plan.search import Choice, choose_for_memory, fitting_groups
+from megatron.slipstream.plan.settings import Assignment, LayerSetting
+from megatron.slipstream.plan.templates import RankTemplates, ScheduledPass, Template
+from megatron.slipstream.plan.trace import GroupKey, Trace
+
+MAX_STEPS_EXACT = 300
+"""Maximum number of steps of an iteration that is searched with all marks of its layers. In longer
+ones, all that may move of a layer, or of a run of layers, is one group."""
+MAX_UNITS = 24
+"""Maximum number of units (layers or runs of layers) that are searched first."""
+MAX_STEPS_OF_SEARCH = 12_000
+"""Maximum total steps of the iterations that one search composes or times."""
+MAX_STEPS_OF_REFINING = 3_000
+"""Maximum total steps of the iterations that are timed to improve what moves in one assignment."""
+MAX_UNITS_IN_PAIRS = 8
+"""Maximum number of units of which any two are changed at once."""
+NUM_POLISHED = 3
+"""Number of assignments that are improved unit by unit."""
+NEAR = 1e-3
+"""Relative difference of step times below which the search stops."""
+
+
+class Limits(NamedTuple):
+    """What an iteration may use."""
+
+    device_bytes: int
+    """Upper limit on the device peak."""
+    host_bytes: Optional[int] = None
+    """Upper limit on host memory in use at once; None for no limit."""
+
+
+class Score(NamedTuple):
+    """How good an assignment is; less is better."""
+
+    excess_bytes: float
+    """Bytes of the predicted peak above the budget."""
+    total_ms: float
+    """Predicted time of the iteration."""
+
+    def is_near(self, other: Score) -> bool:
+        """Return whether the other is hardly better, if at all."""
+        if other.excess_bytes < self.excess_bytes:
+            return False
+        return self.total_ms * (1 - NEAR) <= other.total_ms
+
+
+def searched(rank: RankTemplates, limits: Limits) -> AssignmentSearch:
+    """Search the assignments of a rank's layers, with coarser units first.
+
+    Args:
+        rank: The templates; the settings of each kind are sorted by time, fastest first.
+        limits: What an iteration may use.
+    """
+    short = replace(rank, schedule=shortest(rank.schedule))
+    num_steps = len(short.compose(fastest(rank), marks_all=True).steps)
+    sizes = [0] if num_steps <= MAX_STEPS_EXACT else [1]
+    if sizes[0] and len(rank.kinds) > MAX_UNITS:
+        sizes.insert(0, -(-len(rank.kinds) // MAX_UNITS))
+    start: Optional[Assignment] = None
+    for size in sizes:
+        units = _Units.of(rank, size) if size else _Units(rank, rank.kinds)
+        search = AssignmentSearch(units, limits)
+        start = units.expanded(search.run(start, sizes[0]))
+    return search
+
+
+def fastest(rank: RankTemplates) -> Assignment:
+    """Return the assignment with the least compute time; settings are sorted by it."""
+    return tuple(next(iter(rank.templates[kind])) for kind in rank.kinds)
+
+
+def shortest(schedule: Sequence[ScheduledPass]) -> tuple[ScheduledPass, ...]:
+    """Return the schedule of the first micro-batches that reaches the peak and then repeats."""
+    in_flight = most = 0
+    begun: set[int] = set()
+    needed = 0
+    for item in schedule:
+        begun.add(item.micro_batch)
+        in_flight += 1 if item.direction == "F" else -1
+        if in_flight > most:
+            most, needed = in_flight, len(begun)
+    if most > 1:
+        needed += 1
+    kept = sorted({item.micro_batch for item in schedule})[:needed]
+    return tuple(item for item in schedule if item.micro_batch in set(kept))
+
+
+@dataclass(frozen=True)
+class _Units:
+    """Layers, or runs of layers that share a setting, as the layers of a rank."""
+
+    rank: RankTemplates
+    kinds: tuple[str, ...]
+    """The kind of each unit's layers."""
+    sizes: tuple[int, ...] = ()
+    """Number of layers of each unit; empty means one."""
+
+    @classmethod
+    def of(cls, rank: RankTemplates, size: int) -> _Units:
+        """Divide the layers into runs of at most ``size`` layers of a kind, one group each."""
+        templates: dict[str, dict[LayerSetting, Template]] = {}
+        chunks, kinds, sizes = [], [], []
+        for chunk in rank.chunks:
+            names = []
+            for kind, run in itertools.groupby(chunk.kinds):
+                count = len(tuple(run))
+                for first in range(0, count, size):
+                    kinds.append(kind)
+                    sizes.append(min(size, count - first))
+                    names.append(f"{kind}*{sizes[-1]}")
+                    if names[-1] not in templates:
+                        templates[names[-1]] = {
+                            setting: template.as_one_group(sizes[-1])
+                            for setting, template in rank.templates[kind].items()
+                        }
+            chunks.append(chunk._replace(kinds=tuple(names)))
+        coarse = replace(rank, templates=templates, chunks=tuple(chunks))
+        return cls(coarse, tuple(kinds), tuple(sizes))
+
+    @cached_property
+    def settings(self) -> dict[str, tuple[LayerSetting, ...]]:
+        """The settings of each kind of layers, fastest first."""
+        named = zip(self.kinds, self.rank.kinds, strict=True)
+        return {kind: tuple(self.rank.templates[name]) for kind, name in named}
+
+    def expanded(self, assignment: Assignment) -> Assignment:
+        """Return the assignment of layers for that of units."""
+        pairs = zip(assignment, self.sizes or (1,) * len(assignment), strict=True)
+        return tuple(itertools.chain.from_iterable((s,) * count for s, count in pairs))
+
+
+class _Trial:
+    """An assignment that is being judged."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.model = IterationModel(trace)
+        self.movable = fitting_groups(self.model, [group.key for group in trace.groups])
+        self.bounds = LowerBounds(self.model, self.movable)
+
+    def choice(self, movable: frozenset[GroupKey], target_bytes: int, max_steps: int) -> Choice:
+        """Return what moves, of some groups."""
+        bounds = self.bounds if movable == self.movable else None
+        return choose_for_memory(self.model, movable, target_bytes, max_steps, bounds)[0]
+
+
+class Judge:
+    """Predicts what an iteration of an assignment takes, with a few of its micro-batches."""
+
+    def __init__(self, rank: RankTemplates, limits: Limits, refines: bool) -> None:
+        # The model's input lingers. That it stays is simpler to plan, and costs little.
+        chunks = tuple(chunk._replace(is_first=False) for chunk in rank.chunks)
+        self._rank = replace(rank, schedule=shortest(rank.schedule), chunks=chunks)
+        self._scale = len(rank.schedule) / len(self._rank.schedule)
+        self._limits = limits
+        self._refines = refines
+        self.scores: dict[Assignment, Score] = {}
+        self.unlimited = Score(math.inf, math.inf)
+        """The best score of an assignment that needs more host memory than there is."""
+        self.num_steps = 0
+        """Total steps of the iterations that were composed or timed."""
+        self._fixed_ms = sum(item.wait_ms for item in rank.schedule)
+        self._unit_ms: list[dict[LayerSetting, float]] = []
+        for vp_stage, chunk in enumerate(rank.chunks):
+            count = sum(item[::2] == ("F", vp_stage) for item in rank.schedule)
+            for template in (*chunk.before, *chunk.after):
+                self._fixed_ms += count * template.compute_ms
+            self._unit_ms += [
+                {s: count * t.compute_ms for s, t in rank.templates[kind].items()}
+                for kind in chunk.kinds
+            ]
+
+    def compute_ms(self, assignment: Assignment) -> float:
+        """Return the time of an iteration without waits for copies."""
+        pairs = zip(self._unit_ms, assignment, strict=True)
+        return self._fixed_ms + sum(times[setting] for times, setting in pairs)
+
+    def score(self, assignment: Assignment) -> Score:
+        """Return the score of an assignment."""
+        if assignment not in self.scores:
+            self.scores[assignment] = self._score(assignment, self._trial(assignment))
+        return self.scores[assignment]
+
+    def improves(self, goal: Score, other: Assignment) -> bool:
+        """Return whether an assignment is better than a goal."""
+        if goal.is_near(Score(0.0, self.compute_ms(other))):
+            return False
+        if other in self.scores:
+            return self.scores[other] < goal
+        trial = self._trial(other)
+        if goal.is_near(self._bound(other, trial)):
+            return False
+        score = self.scores[other] = self._score(other, trial)
+        if goal <= score and self._refines:
+            score = self.scores[other] = self._score(other, trial, MAX_STEPS_OF_REFINING)
+        return score < goal
+
+    def _trial(self, assignment: Assignment) -> _Trial:
+        trace = self._rank.compose(assignment, marks_all=True)
+        self.num_steps += len(trace.steps)
+        return _Trial(trace)
+
+    def _bound(self, assignment: Assignment, trial: _Trial) -> Score:
+        """Return a score that the assignment does not exceed in quality."""
+        target, total_ms = self._limits.device_bytes, self.compute_ms(assignment)
+        excess_bytes = trial.bounds.lowest_peak_bytes() - target
+        if excess_bytes > 0:
+            return Score(excess_bytes, total_ms)
+        return Score(0.0, total_ms + trial.bounds.least_stall_ms(target) * self._scale)
+
+    def _score(self, assignment: Assignment, trial: _Trial, max_steps: int = 0) -> Score:
+        """Plan an assignment; ``max_steps`` limits the work of improving on what moves."""
+        trace, target, limit = trial.model.trace, *self._limits
+        self.num_steps += len(trace.steps)
+        choice = trial.choice(trial.movable, target, max_steps)
+        if limit is not None:
+            storages = storage_plans(trace, choice.moving, choice.timing.steps)
+            if peak_in_use_bytes(len(trace.steps), host_intervals(storages)) > limit:
+                unlimited = self._score_of(assignment, trial, choice)
+                self.unlimited = min(self.unlimited, unlimited)
+                intervals = longest_intervals(trace, trial.movable)
+                kept = keep_within_host_memory(trace, sorted(trial.movable), intervals, limit)
+                fewer = fitting_groups(trial.model, trial.movable - kept.keys())
+                choice = trial.choice(fewer, target, max_steps)
+        return self._score_of(assignment, trial, choice)
+
+    def _score_of(self, assignment: Assignment, trial: _Trial, choice: Choice) -> Score:
+        excess_bytes = choice.timing.peak_bytes - self._limits.device_bytes
+        waits_ms = choice.cost_ms(trial.model) * self._scale
+        return Score(max(0.0, excess_bytes), self.compute_ms(assignment) + waits_ms)
+
+
+Change = tuple[tuple[int, ...], tuple[LayerSetting, ...]]
+"""Units and their new settings; without settings, two units exchange theirs."""
+
+
+class AssignmentSearch:
+    """Searches the assignment of units with the best score."""
+
+    def __init__(self, units: _Units, limits: Limits) -> None:
+        self._units = units
+        self._judge = Judge(units.rank, limits, refines=not units.sizes)
+        self._least_ms = self._judge.compute_ms(fastest(units.rank))
+
+    @property
+    def host_costs_time(self) -> bool:
+        """Whether a better assignment was found that needs more host memory."""
+        return not min(self._judge.scores.values()).is_near(self._judge.unlimited)
+
+    def finalists(self) -> Iterator[tuple[Assignment, Score]]:
+        """Yield the assignments of layers that were scored, best first."""
+        scores = self._judge.scores
+        for assignment in sorted(scores, key=self._judge.score):
+            yield self._units.expanded(assignment), scores[assignment]
+
+    def run(self, start: Optional[Assignment], size: int) -> Assignment:
+        """Return the best assignment found.
+
+        Args:
+            start: The assignment to improve on; None for the uniform ones.
+            size: Number of layers that had one setting in it.
+        """
+        score = self._judge.score
+        found = [start] if start is not None else self._uniform()
+        best = min(found, key=score)
+        lowest = min(
+            found, key=lambda item: (score(item).excess_bytes, -self._judge.compute_ms(item))
+        )
+        for seed, order in itertools.product(dict.fromkeys((lowest, best)), self._orders()):
+            if self._is_done(best):
+                return best
+            found.append(self._filled(seed, order, size if start else len(order)))
+            best = min(best, found[-1], key=score)
+        seeds = sorted(dict.fromkeys(found), key=score)[:NUM_POLISHED]
+        return min(map(self._polished, seeds), key=score)
+
+    def _is_done(self, best: Assignment) -> bool:
+        is_best = self._judge.score(best).is_near(Score(0.0, self._least_ms))
+        return is_best or self._judge.num_steps > MAX_STEPS_OF_SEARCH
+
+    def _uniform(self) -> list[Assignment]:
+        """Return the assignments in which all layers of a kind have the same setting."""
+        kinds = tuple(self._units.settings)
+        found = []
+        for chosen in itertools.product(*self._units.settings.values()):
+            setting = dict(zip(kinds, chosen, strict=True))
+            found.append(tuple(setting[kind] for kind in self._units.kinds))
+        return found
+
+    def _orders(self) -> Iterator[Sequence[int]]:
+        """Yield orders in which units get faster settings: early first, spread out, late first."""
+        count = len(self._units.kinds)
+        yield range(count)
+        width = max(1, (count - 1).bit_length())
+        yield sorted(range(count), key=lambda place: int(f"{place:0{width}b}"[::-1], 2))
+        yield range(count - 1, -1, -1)
+
+    def _filled(self, best: Assignment, order: Sequence[int], size: int) -> Assignment:
+        """Give as many units as pays the fastest setting, then the next one, and so on.
+
+        Args:
+            best: The assignment to start from.
+            order: The order in which units take a faster setting.
+            size: The number of units to try first.
+        """
+        for kind, settings in self._units.settings.items():
+            places = [place for place in order if self._units.kinds[place] == kind]
+            for setting in settings:
+                taken = self._num_that_take(best, places, setting, size)
+                best = _changed(best, (tuple(places[:taken]), (setting,) * taken))
+                places = places[taken:]
+        return best
+
+    def _num_that_take(
+        self, best: Assignment, places: Sequence[int], setting: LayerSetting, size: int
+    ) -> int:
+        """Return how many of the first units may take a setting, by bisection."""
+        taken = sum(1 for _ in itertools.takewhile(lambda item: best[item] == setting, places))
+        goal = self._judge.score(best)
+        while size:
+            count = taken + size
+            if count <= len(places):
+                other = _changed(best, (tuple(places[:count]), (setting,) * count))
+                if self._judge.improves(goal, other):
+                    goal, taken = self._judge.score(other), count
+                    continue
+            size = size // 2 if size != 3 else 2
+        return taken
+
+    def _polished(self, best: Assignment) -> Assignment:
+        """Change single units, and two at once, until a whole round improves nothing."""
+        left = -1
+        for number, change in enumerate(itertools.cycle(self._changes())):
+            if number == left or self._is_done(best):
+                break
+            other = _changed(best, change)
+            if other != best and self._judge.improves(self._judge.score(best), other):
+                best, left = other, -1
+            if left < 0:
+                left = number + self._num_changes
+        return best
+
+    @property
+    def _num_changes(self) -> int:
+        return sum(1 for _ in self._changes())
+
+    def _changes(self) -> Iterator[Change]:
+        kinds, settings = self._units.kinds, self._units.settings
+        places = range(len(kinds))
+        for place in places:
+            yield from (((place,), (setting,)) for setting in settings[kinds[place]])
+        for pair in itertools.combinations(places, 2) if len(kinds) <= MAX_UNITS else ():
+            if len(kinds) <= MAX_UNITS_IN_PAIRS:
+                both = itertools.product(*(settings[kinds[place]] for place in pair))
+                yield from ((pair, of_pair) for of_pair in both)
+            elif kinds[pair[0]] == kinds[pair[1]]:
+                yield pair, ()
+
+
+def _changed(assignment: Assignment, change: Change) -> Assignment:
+    places, settings = change
+    if not settings and places:
+        settings = tuple(assignment[place] for place in places[::-1])
+    new = dict(zip(places, settings, strict=True))
+    return tuple(new.get(place, old) for place, old in enumerate(assignment))
