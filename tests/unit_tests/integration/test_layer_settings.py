@@ -51,11 +51,11 @@ CASES = {
     "dense and experts": ModelCase("mixed", num_layers=4),
     "latent attention": ModelCase("mla", num_layers=2),
     "latent attention and experts": ModelCase("mla", num_layers=2, overrides=EXPERTS | SHARED),
-    "MLPs in tiles": ModelCase("mixed", num_layers=2, mlp_sequence_tiles=3),
+    "MLPs in tiles": ModelCase(
+        "mixed", num_layers=2, mlp_sequence_tiles=3, loss_sequence_tiles=2, overrides=SHARED
+    ),
     "dropout": ModelCase("dense", num_layers=2, overrides=DROPOUT),
     "packed": ModelCase("dense", num_layers=2, is_packed=True, micro_batch_size=1),
-    "tiles": ModelCase("dense", num_layers=2, mlp_sequence_tiles=3, loss_sequence_tiles=2),
-    "tiles of experts": ModelCase("moe", num_layers=2, mlp_sequence_tiles=3, overrides=SHARED),
     "packed experts": ModelCase("moe", num_layers=2, is_packed=True, micro_batch_size=1),
 }
 KINDS = {
@@ -69,8 +69,6 @@ KINDS = {
     "dropout": ["dense"] * 2,
     "packed": ["dense"] * 2,
     "packed experts": ["moe"] * 2,
-    "tiles": ["dense"] * 2,
-    "tiles of experts": ["moe"] * 2,
 }
 MODULE_OF = {
     "layernorm": "input_layernorm",  # or the other one
