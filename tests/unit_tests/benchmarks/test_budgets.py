@@ -29,8 +29,8 @@ def summary(variant: str, act_mib: int, percent: float, **more: object) -> Row:
 
 
 def test_settings_by_hand_are_run_with_what_they_recompute_and_move(tmp_path: Path) -> None:
-    variants = "--modules mlp|core_attn+attn_proj --modules layer|-"
-    limits = "--max-planning 12 --min-iterations 2 --max-iterations 2 --figures memory"
+    variants = "--modules mlp|core_attn+attn_proj --modules layer|- --modules budget=0.6"
+    limits = "--max-planning 20 --min-iterations 2 --max-iterations 2 --figures memory"
     result = benchmark(
         *f"--case budgets_smoke {variants} {limits} --name hand --output {tmp_path}".split(),
     )
@@ -46,6 +46,11 @@ def test_settings_by_hand_are_run_with_what_they_recompute_and_move(tmp_path: Pa
     assert moved["moved_bytes"] > 0
     assert "moved_bytes" not in whole
     assert max(whole["act_bytes"], moved["act_bytes"]) < off["act_bytes"]
+    budget = rows["budget=0.6", "slipstream"]
+    assert budget["budget_bytes"] == int(0.6 * off["act_bytes"])
+    assert budget["act_bytes"] <= budget["budget_bytes"]
+    assert budget["is_settled"]
+    assert sum(budget["settings"].values()) == 3
     assert {row["loss_difference"] for row in rows.values()} == {0}
 
 
