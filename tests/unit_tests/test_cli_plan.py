@@ -207,6 +207,24 @@ def test_a_stage_of_one_layer_has_one_number(
     assert row_of(capsys.readouterr().out, "3")[1:3] == ["3", "1"]
 
 
+def test_whole_layers_are_recomputed(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = ("--hf-config", small, "--seq-length", "8k", "--details")
+    assert show(*training, "--recompute-granularity", "full") == 0
+    shown = capsys.readouterr().out
+    assert "recomputing 4 whole layers" in shown
+    assert "Saved by a dense layer, recomputed as a whole (4 of them)" in shown
+    # The input of a layer, 8192 tokens of 4096 elements.
+    assert row_of(shown, "checkpoint_inputs")[1:4] == ["64.0 MiB", "100.0%", "64.0 MiB"]
+    assert "of 8 groups move" in shown  # of two micro-batches
+    block = ("--recompute-method", "block", "--recompute-num-layers", 1)
+    assert show(*training, "--recompute-granularity", "full", *block) == 0
+    shown = capsys.readouterr().out
+    assert "recomputing 1 whole layers" in shown
+    assert "Saved by a dense layer (3 of them)" in shown
+    assert show(*training, "--recompute-granularity", "full", "--recompute-num-layers", 2) == 0
+    assert "of 4 groups move" in capsys.readouterr().out
+
+
 def test_a_plan_that_does_not_fit_says_so(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert show("--hf-config", small, "--seq-length", 2048, "--state-gib", 500) == 0
     assert "rank 0 needs more than the GPU's 140 GiB" in capsys.readouterr().out
@@ -257,6 +275,15 @@ def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
             "--tp is not supported with flags after -- because that has its own; leave --tp out",
         ),
         (["--hf-config", LLAMA], "--seq-length is not set"),
+        (
+            ["--hf-config", LLAMA, "--seq-length", "8", "--recompute-granularity", "full",
+             "--recompute-modules", "mlp"],
+            "--recompute-modules is not supported with --recompute-granularity=full because",
+        ),
+        (
+            ["--hf-config", LLAMA, "--seq-length", "8", "--recompute-num-layers", "2"],
+            "--recompute-num-layers has no effect without --recompute-granularity full; set that",
+        ),
         (
             ["--hf-config", LLAMA, "--seq-length", "8", "--target-memory", "20",
              "--max-overhead", "1"],

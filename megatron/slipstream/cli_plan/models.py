@@ -7,11 +7,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.slipstream.cli_plan.options import UNTIMED, flag_of
 from megatron.slipstream.estimate.gpus import Speed, find_speed
 from megatron.slipstream.estimate.hugging_face import HubModel, load_hub_config
+from megatron.slipstream.estimate.model_options import PARALLELISM, shape_fields, shape_of_options
 from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.training_command import read_flags, split_command
 from megatron.slipstream.estimate.training_setup import (
@@ -75,7 +77,7 @@ def _by_hub_config(options: argparse.Namespace) -> Configured:
             "--seq-length is not set, and the config.json does not say how long sequences are in "
             "training; set it"
         )
-    _refuse_without_effect(model.fields, options)
+    _refuse_without_effect(model, options)
     try:
         return _of_hub_model(model, options)
     except ValueError as error:
@@ -83,7 +85,7 @@ def _by_hub_config(options: argparse.Namespace) -> Configured:
 
 
 def _of_hub_model(model: HubModel, options: argparse.Namespace) -> Configured:
-    shape = _hub_shape(model.fields, options)
+    shape = _hub_shape(model, options)
     count = options.num_micro_batches
     given = {"min_numel": options.min_offloaded_tensor_size}
     return Configured(
@@ -96,7 +98,7 @@ def _of_hub_model(model: HubModel, options: argparse.Namespace) -> Configured:
     )
 
 
-def _refuse_without_effect(fields: dict[str, Any], options: argparse.Namespace) -> None:
+def _refuse_without_effect(model: HubModel, options: argparse.Namespace) -> None:
     """Reject options that would not affect the plan."""
     minimum = options.min_offloaded_tensor_size
     if minimum is not None and minimum < 0:
@@ -104,7 +106,18 @@ def _refuse_without_effect(fields: dict[str, Any], options: argparse.Namespace) 
             f"--min-offloaded-tensor-size={minimum} is negative; set a number of elements (not "
             "bytes), 0 to move every tensor"
         )
-    if fields.get("experts") is not None:
+    if options.recompute_granularity == "full" and options.recompute_modules:
+        raise ValueError(
+            f"{flag_of('recompute_modules', options)} is not supported with recompute_granularity="
+            "full because whole layers are recomputed then; leave it out"
+        )
+    for name in ("recompute_method", "recompute_num_layers"):
+        if getattr(options, name) is not None and options.recompute_granularity != "full":
+            raise ValueError(
+                f"{flag_of(name, options)} has no effect without --recompute-granularity full; "
+                "set that, or leave it out"
+            )
+    if model.options.get("num_moe_experts"):
         return
     for name in ("ep", "etp"):
         value = getattr(options, name)
@@ -116,23 +129,36 @@ def _refuse_without_effect(fields: dict[str, Any], options: argparse.Namespace) 
             )
 
 
-def _hub_shape(fields: dict[str, Any], options: argparse.Namespace) -> ModelShape:
-    def chosen(*names: str) -> dict[str, Any]:
-        found = {name: getattr(options, name) for name in names}
-        return {name: value for name, value in found.items() if value is not None}
-
-    names = ("tp", "sequence_parallel", "cp", "pp", "vpp", "ep", "etp", "dp")
-    parallelism = Parallelism(**chosen(*names))
+def _hub_shape(model: HubModel, options: argparse.Namespace) -> ModelShape:
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    names = ("seq_length", "micro_batch_size", "precision", "attention_backend", "cross_entropy")
+    megatrons = {option: given[name] for name, option in PARALLELISM.items() if name in given}
+    described = SimpleNamespace(**model.options, **megatrons, **_recomputation(options))
+    parallelism: Parallelism = shape_fields(described)["parallelism"]
     if options.dp is None:
         parallelism = replace(parallelism, dp=fewest_data_parallel_ranks(parallelism))
-    return ModelShape(
-        **fields,
-        **chosen("seq_length", "micro_batch_size", "precision", "attention_backend"),
-        **chosen("cross_entropy"),
-        recompute_modules=frozenset(options.recompute_modules or ()),
+    return shape_of_options(
+        described,
+        **{name: given[name] for name in names if name in given},
         parallelism=parallelism,
-        layers_per_chunk=_layers_per_chunk(fields["num_layers"], parallelism.pp, options),
+        layers_per_chunk=_layers_per_chunk(described.num_layers, parallelism.pp, options),
     )
+
+
+def _recomputation(options: argparse.Namespace) -> dict[str, Any]:
+    """Return megatron's options of recomputation."""
+    if options.recompute_granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": options.recompute_method or "uniform",
+            "recompute_num_layers": (
+                1 if options.recompute_num_layers is None else options.recompute_num_layers
+            ),
+        }
+    modules = options.recompute_modules
+    if modules is None and options.recompute_granularity == "selective":
+        modules = ["core_attn"]  # megatron-core's default
+    return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
 
 
 def _layers_per_chunk(

@@ -147,6 +147,18 @@ TRAINING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "context-parallel ranks (default: the fewest)",
         },
     ),
+    "recompute_granularity": (
+        ("--recompute-granularity",),
+        {"choices": ("selective", "full"), "help": "modules, or whole layers, are recomputed"},
+    ),
+    "recompute_method": (
+        ("--recompute-method",),
+        {"choices": ("uniform", "block"), "help": "which layers are, of 'full' (default: uniform)"},
+    ),
+    "recompute_num_layers": (
+        ("--recompute-num-layers",),
+        {"type": int, "help": "layers of a checkpoint, or of 'block' (default: 1)"},
+    ),
     "recompute_modules": (
         ("--recompute-modules",),
         {"nargs": "+", "metavar": "MODULE", "help": "modules that are recomputed"},

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Reads a model's shape from the ``config.json`` that Hugging Face keeps with its weights.
+"""Reads megatron's options of a model from the ``config.json`` that Hugging Face keeps with it.
 
 Nothing is downloaded. The file does not describe how the model is trained.
 """
@@ -11,23 +11,29 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.estimate.file_errors import wrong_with
-from megatron.slipstream.estimate.model_shapes import MAX_LAYERS, Experts, LatentAttention
+from megatron.slipstream.estimate.model_options import shape_fields
+from megatron.slipstream.estimate.model_shapes import MAX_LAYERS
 
 
 class HubModel(NamedTuple):
     """A model as its ``config.json`` describes it."""
 
     model_type: str
-    fields: dict[str, Any]
-    """Fields of :class:`~megatron.slipstream.estimate.model_shapes.ModelShape`."""
+    options: dict[str, Any]
+    """megatron's options."""
     notes: tuple[str, ...] = ()
     """Features that a plan ignores."""
     names: Mapping[str, str] = MappingProxyType({})
     """Names of the file's fields, by megatron's."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of :class:`~megatron.slipstream.estimate.model_shapes.ModelShape`."""
+        return shape_fields(SimpleNamespace(**self.options))
 
     def in_its_words(self, message: str) -> str:
         """Replace megatron's names in a message by those of the file's fields."""
@@ -60,9 +66,9 @@ def load_hub_config(path: Path) -> HubModel:
             f"meaning of its fields is not known; known are {', '.join(_CONVERTERS)}. Give "
             "megatron's own flags after -- instead"
         )
-    fields = convert(reader)
+    options = convert(reader)
     names = {**_NAMES, **_NAMES_OF.get(config["model_type"], {})}
-    return HubModel(config["model_type"], fields, tuple(_notes(config, reader, fields)), names)
+    return HubModel(config["model_type"], options, tuple(_notes(config, reader, options)), names)
 
 
 _NAMES: Mapping[str, str] = {
@@ -170,10 +176,10 @@ class _Config:
         )
 
 
-def _notes(config: Mapping[str, Any], reader: _Config, fields: Mapping[str, Any]) -> list[str]:
+def _notes(config: Mapping[str, Any], reader: _Config, options: Mapping[str, Any]) -> list[str]:
     notes = []
     size, windowed = config.get("sliding_window"), reader.num_windowed
-    if windowed and fields.get("window_size"):
+    if windowed and options.get("window_size"):
         notes.append(f"sliding_window={size} shortens attention; what is saved does not change")
     elif windowed:
         notes.append(
@@ -203,22 +209,21 @@ def _llama(config: _Config) -> dict[str, Any]:
         "kv_channels": config.optional("head_dim"),
         "ffn_hidden_size": config.number("intermediate_size"),
         "vocab_size": config.number("vocab_size"),
-        "share_embeddings_and_output_weights": config.flag("tie_word_embeddings"),
+        "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings"),
     }
 
 
 def _mistral(config: _Config) -> dict[str, Any]:
     """Convert Mistral and Qwen 2, whose layers may have windows."""
-    return _llama(config) | {"window_size": config.window}
+    return _llama(config) | {"window_size": config.window and (config.window, 0)}
 
 
 def _mixtral(config: _Config) -> dict[str, Any]:
-    experts = Experts(
-        config.number("num_local_experts"),
-        config.number("num_experts_per_tok"),
-        config.number("intermediate_size"),
-    )
-    return _mistral(config) | {"experts": experts}
+    return _mistral(config) | {
+        "num_moe_experts": config.number("num_local_experts"),
+        "moe_router_topk": config.number("num_experts_per_tok"),
+        "moe_ffn_hidden_size": config.number("intermediate_size"),
+    }
 
 
 def _qwen3(config: _Config) -> dict[str, Any]:
@@ -234,13 +239,12 @@ def _qwen3_moe(config: _Config) -> dict[str, Any]:
             f"mlp_only_layers={dense} names layer {absent[0]}, but "
             f"num_hidden_layers={len(layers)}; correct the config.json"
         )
-    experts = Experts(
-        config.number("num_experts"),
-        config.number("num_experts_per_tok"),
-        config.number("moe_intermediate_size"),
-    )
-    has_experts = tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
-    return _qwen3(config) | {"experts": experts, "moe_layers": has_experts}
+    return _qwen3(config) | {
+        "num_moe_experts": config.number("num_experts"),
+        "moe_router_topk": config.number("num_experts_per_tok"),
+        "moe_ffn_hidden_size": config.number("moe_intermediate_size"),
+        "moe_layer_freq": [layer not in dense and (layer + 1) % step == 0 for layer in layers],
+    }
 
 
 def _deepseek_v3(config: _Config) -> dict[str, Any]:
@@ -248,28 +252,24 @@ def _deepseek_v3(config: _Config) -> dict[str, Any]:
     first = config.number("first_k_dense_replace", 0)
     step = config.optional("moe_layer_freq") or 1
     layers = range(config.num_layers())
-    latent = LatentAttention(
-        config.optional("q_lora_rank"),
-        config.number("kv_lora_rank"),
-        config.number("qk_nope_head_dim"),
-        config.number("qk_rope_head_dim"),
-        config.number("v_head_dim"),
-    )
-    experts = Experts(
-        config.number("n_routed_experts"),
-        config.number("num_experts_per_tok"),
-        width,
-        width * (config.optional("n_shared_experts", 0) or 0),
-        config.optional("n_group"),
-        config.optional("topk_group"),
-    )
     return _llama(config) | {
         "num_query_groups": None,
         "kv_channels": None,
         "qk_layernorm": True,
-        "latent_attention": latent,
-        "experts": experts,
-        "moe_layers": tuple(layer >= first and layer % step == 0 for layer in layers),
+        "multi_latent_attention": True,
+        "q_lora_rank": config.optional("q_lora_rank"),
+        "kv_lora_rank": config.number("kv_lora_rank"),
+        "qk_head_dim": config.number("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": config.number("qk_rope_head_dim"),
+        "v_head_dim": config.number("v_head_dim"),
+        "num_moe_experts": config.number("n_routed_experts"),
+        "moe_router_topk": config.number("num_experts_per_tok"),
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": width
+        * (config.optional("n_shared_experts", 0) or 0),
+        "moe_router_num_groups": config.optional("n_group"),
+        "moe_router_group_topk": config.optional("topk_group"),
+        "moe_layer_freq": [layer >= first and layer % step == 0 for layer in layers],
     }
 
 

@@ -22,6 +22,7 @@ from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.estimate.training_setup import Configured
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.plan.settings import WHOLE, LayerSetting
 from megatron.slipstream.plan.walk import Simulation
 
 WIDTH = 110
@@ -153,7 +154,10 @@ def describe(configured: Configured, speed: Speed) -> Iterator[Line]:
         divided.insert(1, "SP")
     if divided:
         parts.append(" ".join(divided))
-    if shape.recompute_modules:
+    whole_layers = sum(shape.setting_of(layer) == WHOLE for layer in range(shape.num_layers))
+    if whole_layers:
+        parts.append(f"recomputing {whole_layers} whole layers")
+    elif shape.recompute_modules:
         parts.append("recomputing " + " ".join(sorted(shape.recompute_modules)))
     gpus = f"{par.num_gpus} GPU{'s' if par.num_gpus > 1 else ''}"
     yield f"{configured.title} on {gpus}: {', '.join(parts)}"
@@ -193,12 +197,16 @@ def answer(ranks: Sequence[RankPlan], title: str) -> str:
 def layer_tables(configured: Configured, speed: Speed) -> Iterator[Line]:
     """Tabulate, for each kind of layer, the bytes of its parts and how many compute can hide."""
     shape = configured.shape
-    kinds: dict[bool, int] = {}
-    for layer in range(shape.num_layers):
-        kinds.setdefault(shape.is_moe(layer), layer)
-    for is_moe, layer in kinds.items():
-        count = sum(shape.is_moe(each) == is_moe for each in range(shape.num_layers))
+    layers = range(shape.num_layers)
+    kinds = {layer: (shape.is_moe(layer), shape.setting_of(layer)) for layer in layers}
+    shown: dict[tuple[bool, LayerSetting], int] = {}
+    # Of layers that are recomputed together, the first saves something.
+    for layer in sorted(layers, key=lambda layer: layer not in shape.checkpoint_starts):
+        shown.setdefault(kinds[layer], layer)
+    for (is_moe, setting), layer in shown.items():
+        count = sum(kind == (is_moe, setting) for kind in kinds.values())
         kind = "a layer with experts" if is_moe else "a dense layer"
+        kind += ", recomputed as a whole" if setting == WHOLE else ""
         yield ""
         yield _layer_table(f"Saved by {kind} ({count} of them) in one micro-batch", configured,
                            speed, layer)  # fmt: skip

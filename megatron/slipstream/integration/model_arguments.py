@@ -17,15 +17,12 @@ from typing import Any, Optional
 
 from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.estimate.model_options import shape_of_options
 from megatron.slipstream.estimate.model_shapes import (
     QUANTIZED_BYTES,
     AttentionBackend,
-    Experts,
-    LatentAttention,
     ModelShape,
     Optimizer,
-    Parallelism,
-    Precision,
 )
 from megatron.slipstream.estimate.saved_tensors import CHECKPOINT_INPUTS
 from megatron.slipstream.estimate.training_setup import (
@@ -40,7 +37,6 @@ from megatron.slipstream.integration.engine_setup import policy_options
 from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
 from megatron.slipstream.module_rules import OF_LATENT_ATTENTION, OUTSIDE_LAYERS
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 from megatron.slipstream.rules import (
     Predicate,
     Rule,
@@ -376,15 +372,6 @@ def _optimizer(args: Any) -> Optimizer:
     return replace(found, main_bytes=main_bytes, moment_bytes=moment_bytes)
 
 
-_SAME_NAMES = (
-    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "num_query_groups"),
-    *("kv_channels", "gated_linear_unit", "normalization", "qk_layernorm", "hidden_dropout"),
-    *("bias_activation_fusion", "apply_rope_fusion", "attention_softmax_in_fp32"),
-    "attention_dropout",
-)
-"""Fields that a ``TransformerConfig`` and a :class:`ModelShape` share."""
-
-
 def shape_of_config(config: Any, **training: Any) -> ModelShape:
     """Return the shape of the model that a ``TransformerConfig`` describes.
 
@@ -392,38 +379,7 @@ def shape_of_config(config: Any, **training: Any) -> ModelShape:
         config: The configuration.
         training: Fields of :class:`ModelShape` that ``config`` lacks, or that override its values.
     """
-    fields: dict[str, Any] = {
-        **{name: getattr(config, name) for name in _SAME_NAMES},
-        "window_size": _window(config),
-        "latent_attention": _latent(config),
-        "experts": _experts(config),
-        "moe_layers": _moe_layers(config),
-        "precision": _precision(config),
-        "fp8_recipe": config.fp8_recipe if config.fp8 else None,
-        "recompute_modules": _setting(config),
-        "layers_per_checkpoint": (
-            config.recompute_num_layers if config.recompute_method == "uniform" else 1
-        ),
-        "cross_entropy": (
-            config.cross_entropy_fusion_impl if config.cross_entropy_loss_fusion else "unfused"
-        ),
-        "parallelism": _parallelism(config),
-        "layers_per_chunk": _layers_per_chunk(config),
-    }
-    shape = ModelShape(**(fields | training))
-    if config.recompute_granularity != "full" or config.recompute_method == "uniform":
-        return shape
-    whole = {
-        layer for chunk in shape.chunks for layer in chunk.layers[: config.recompute_num_layers]
-    }
-    settings = tuple(WHOLE if layer in whole else NOTHING for layer in range(shape.num_layers))
-    return replace(shape, recompute_modules=NOTHING, layer_settings=settings)
-
-
-def _setting(config: Any) -> LayerSetting:
-    if config.recompute_granularity is None:
-        return NOTHING
-    return WHOLE if config.recompute_granularity == "full" else frozenset(config.recompute_modules)
+    return shape_of_options(config, **{"layers_per_chunk": _layers_per_chunk(config), **training})
 
 
 def _padded_vocab_size(args: Any) -> int:
@@ -434,70 +390,13 @@ def _padded_vocab_size(args: Any) -> int:
     return -(-int(args.vocab_size) // int(multiple)) * int(multiple)
 
 
-def _window(config: Any) -> Optional[int]:
-    window = getattr(config, "window_size", None)
-    is_everywhere = getattr(config, "window_attn_skip_freq", None) is None
-    return int(window[0]) if window and is_everywhere and window[0] > 0 else None
-
-
-def _latent(config: Any) -> Optional[LatentAttention]:
-    if not config.multi_latent_attention:
-        return None
-    return LatentAttention(
-        config.q_lora_rank,
-        config.kv_lora_rank,
-        config.qk_head_dim,
-        config.qk_pos_emb_head_dim,
-        config.v_head_dim,
-    )
-
-
-def _experts(config: Any) -> Optional[Experts]:
-    if not config.num_moe_experts:
-        return None
-    return Experts(
-        config.num_moe_experts,
-        config.moe_router_topk,
-        config.moe_ffn_hidden_size,
-        config.moe_shared_expert_intermediate_size or 0,
-        config.moe_router_num_groups,
-        config.moe_router_group_topk,
-    )
-
-
-def _moe_layers(config: Any) -> tuple[bool, ...]:
-    frequency = config.moe_layer_freq
-    if not config.num_moe_experts:
-        return ()
-    if isinstance(frequency, int):
-        return tuple(layer % frequency == 0 for layer in range(config.num_layers))
-    return tuple(map(bool, frequency))
-
-
-def _precision(config: Any) -> Precision:
-    return "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
-
-
 def _backend(args: Any, config: Any) -> AttentionBackend:
     if args.transformer_impl == "local":
         return "local"
     given = args.attention_backend.name
     if given in ("fused", "flash", "unfused"):
         return given
-    return "unfused" if _precision(config) == "fp32" else "fused"
-
-
-def _parallelism(config: Any) -> Parallelism:
-    return Parallelism(
-        tp=config.tensor_model_parallel_size,
-        sequence_parallel=bool(config.sequence_parallel),
-        cp=config.context_parallel_size,
-        pp=config.pipeline_model_parallel_size,
-        vpp=config.virtual_pipeline_model_parallel_size,
-        group_size=config.microbatch_group_size_per_vp_stage,
-        ep=config.expert_model_parallel_size,
-        etp=config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
-    )
+    return "fused" if config.bf16 or config.fp16 else "unfused"
 
 
 def _layers_per_chunk(config: Any) -> tuple[tuple[int, ...], ...]:

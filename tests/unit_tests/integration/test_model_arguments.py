@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from ranks import run_ranks
 from megatron.slipstream.chunk_graphs.slots import PipelineLayout, passes
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.estimate.gpus import find_speed
+from megatron.slipstream.estimate.hugging_face import load_hub_config
+from megatron.slipstream.estimate.model_options import shape_of_options
 from megatron.slipstream.estimate.model_shapes import (
     Experts,
     LatentAttention,
@@ -171,7 +174,17 @@ LOSSES = {
     "": "unfused",
     "--cross-entropy-loss-fusion": "native",
 }
-PUBLISHED_FLAGS = Path(__file__).resolve().parents[3] / "examples/flags/deepseek_v3_gb200.txt"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+HUB_MODELS = ("llama3_8b", "mixtral_8x7b", "deepseek_v3")
+OF_HUB_MODELS = (
+    "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 8 "
+    "--bf16 --lr 1e-4 --train-iters 10 --mock-data --position-embedding-type rope "
+    "--swiglu --normalization RMSNorm --disable-bias-linear --attention-dropout 0 "
+    "--hidden-dropout 0 --attention-backend fused --make-vocab-size-divisible-by 1 "
+    "--use-distributed-optimizer --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+)
+"""What a Hugging Face configuration does not say, or says of all its models."""
+PUBLISHED_FLAGS = EXAMPLES / "flags/deepseek_v3_gb200.txt"
 TABLE_3 = {
     "--pipeline-model-parallel-size 8": "--pipeline-model-parallel-size 4",
     "--expert-model-parallel-size 32": "--expert-model-parallel-size 64",
@@ -234,6 +247,21 @@ WITHOUT_EFFECT = {
 """Options that change no size by more than a few percent."""
 
 
+def flags_of(options: dict[str, Any]) -> list[str]:
+    """Write options as flags."""
+    words: list[str] = []
+    for name, value in options.items():
+        flag = "--" + name.replace("num_moe_experts", "num_experts").replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list):
+            words += [flag, str([int(item) for item in value]).replace(" ", "")]
+        elif value not in (None, False):
+            words += [flag, str(value)]
+    heads = options["num_query_groups"]
+    return [*words, *(["--group-query-attention"] if heads else [])]
+
+
 def parse_all(rank: int, world_size: int, port: int) -> dict[str, Any]:
     """Every command line in one process, which the CPU shims change."""
     from megatron.training.arguments import add_megatron_arguments
@@ -250,6 +278,9 @@ def parse_all(rank: int, world_size: int, port: int) -> dict[str, Any]:
     found["options"] = {action.dest for action in parser._actions}
     for flags in (*NOTED, *OPTIMIZERS, *CHECKPOINTED, *(LLAMA + flags for flags in LOSSES)):
         found[flags] = configured_by_flags(flags.split())
+    for name in HUB_MODELS:
+        options = load_hub_config(EXAMPLES / f"models/{name}.json").options
+        found[name] = configured_by_flags([*OF_HUB_MODELS.split(), *flags_of(options)])
     command = split_command(read_flags(PUBLISHED_FLAGS))
     found["published"] = configured_by_flags(command.flags, 256)
     flags = " ".join(command.flags)
@@ -314,6 +345,24 @@ def test_modules_that_slipstream_marks_are_planned(parsed: dict[str, Configured]
         "planned as qkv_linear, which contains them: mla_down_proj, mla_up_proj",
         "planned as if they stayed: embedding, output_layer",
     )
+
+
+@pytest.mark.parametrize("name", HUB_MODELS)
+def test_a_hugging_face_configuration_is_that_of_its_flags(
+    parsed: dict[str, Configured], name: str
+) -> None:
+    options = load_hub_config(EXAMPLES / f"models/{name}.json").options
+    by_flags = parsed[name].shape
+    training = {"parallelism": by_flags.parallelism, "layers_per_chunk": by_flags.layers_per_chunk}
+    shape = shape_of_options(SimpleNamespace(**options), seq_length=4096, **training)
+    every_layer = tuple(map(shape.is_moe, range(shape.num_layers)))
+    for field in dataclasses.fields(shape):
+        values = [getattr(each, field.name) for each in (shape, by_flags)]
+        if field.name in ("kv_channels", "num_query_groups"):  # megatron sets the defaults.
+            values = [(each.head_dim, each.query_groups) for each in (shape, by_flags)]
+        elif field.name == "moe_layers":
+            values = [value or every_layer for value in values]
+        assert values[0] == values[1], field.name
 
 
 def test_megatrons_defaults_hold(parsed: dict[str, Configured]) -> None:

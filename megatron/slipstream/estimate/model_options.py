@@ -1,0 +1,138 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The model and its training that megatron's options describe, wherever they come from.
+
+megatron's parser, a ``TransformerConfig``, or a Hugging Face configuration gives the options by
+megatron's names. What is missing has the default of :class:`ModelShape`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Optional
+
+from megatron.slipstream.estimate.model_shapes import (
+    Experts,
+    LatentAttention,
+    ModelShape,
+    Parallelism,
+)
+from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
+
+_SAME_NAMES = (
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "num_query_groups"),
+    *("kv_channels", "gated_linear_unit", "normalization", "qk_layernorm", "hidden_dropout"),
+    *("bias_activation_fusion", "apply_rope_fusion", "attention_softmax_in_fp32"),
+    *("attention_dropout", "vocab_size", "seq_length", "micro_batch_size"),
+)
+"""Fields of a :class:`ModelShape` that are named like the option."""
+
+PARALLELISM = {
+    "tp": "tensor_model_parallel_size",
+    "sequence_parallel": "sequence_parallel",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "group_size": "microbatch_group_size_per_vp_stage",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "dp": "data_parallel_size",
+}
+"""The option of each field of a :class:`Parallelism`."""
+
+
+def shape_of_options(options: Any, **more: Any) -> ModelShape:
+    """Return the shape that megatron's options describe.
+
+    Args:
+        options: Has the options as attributes.
+        more: Fields of :class:`ModelShape` that the options lack, or that override theirs.
+
+    Raises:
+        ValueError: The shape is invalid; the message names the option and the fix.
+    """
+    shape = ModelShape(**(shape_fields(options) | more))
+    if shape.recompute_modules != WHOLE or options.recompute_method != "block":
+        return shape
+    count = options.recompute_num_layers
+    whole = {layer for chunk in shape.chunks for layer in chunk.layers[:count]}
+    settings = tuple(WHOLE if layer in whole else NOTHING for layer in range(shape.num_layers))
+    return replace(shape, recompute_modules=NOTHING, layer_settings=settings)
+
+
+def shape_fields(options: Any) -> dict[str, Any]:
+    """Return the fields of a :class:`ModelShape` that megatron's options give."""
+    fields = {name: getattr(options, name) for name in _SAME_NAMES if hasattr(options, name)}
+    if hasattr(options, "untie_embeddings_and_output_weights"):
+        is_shared = not options.untie_embeddings_and_output_weights
+        fields["share_embeddings_and_output_weights"] = is_shared
+    if hasattr(options, "bf16"):
+        fields["precision"] = "bf16" if options.bf16 else "fp16" if options.fp16 else "fp32"
+    if getattr(options, "fp8", None):
+        fields["fp8_recipe"] = options.fp8_recipe
+    if getattr(options, "cross_entropy_loss_fusion", None):
+        fields["cross_entropy"] = options.cross_entropy_fusion_impl
+    if getattr(options, "recompute_method", None) == "uniform":
+        fields["layers_per_checkpoint"] = options.recompute_num_layers
+    return fields | {
+        "window_size": _window(options),
+        "latent_attention": _latent(options),
+        "experts": _experts(options),
+        "moe_layers": _moe_layers(options),
+        "recompute_modules": _setting(options),
+        "parallelism": _parallelism(options),
+    }
+
+
+def _setting(options: Any) -> LayerSetting:
+    granularity = getattr(options, "recompute_granularity", None)
+    if granularity is None:
+        return NOTHING
+    return WHOLE if granularity == "full" else frozenset(options.recompute_modules)
+
+
+def _window(options: Any) -> Optional[int]:
+    window = getattr(options, "window_size", None)
+    is_everywhere = getattr(options, "window_attn_skip_freq", None) is None
+    return int(window[0]) if window and is_everywhere and window[0] > 0 else None
+
+
+def _latent(options: Any) -> Optional[LatentAttention]:
+    if not getattr(options, "multi_latent_attention", False):
+        return None
+    return LatentAttention(
+        options.q_lora_rank,
+        options.kv_lora_rank,
+        options.qk_head_dim,
+        options.qk_pos_emb_head_dim,
+        options.v_head_dim,
+    )
+
+
+def _experts(options: Any) -> Optional[Experts]:
+    if not getattr(options, "num_moe_experts", None):
+        return None
+    return Experts(
+        options.num_moe_experts,
+        options.moe_router_topk,
+        options.moe_ffn_hidden_size,
+        getattr(options, "moe_shared_expert_intermediate_size", None) or 0,
+        getattr(options, "moe_router_num_groups", None),
+        getattr(options, "moe_router_group_topk", None),
+    )
+
+
+def _moe_layers(options: Any) -> tuple[bool, ...]:
+    if not getattr(options, "num_moe_experts", None):
+        return ()
+    frequency = getattr(options, "moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        return tuple(layer % frequency == 0 for layer in range(options.num_layers))
+    return tuple(map(bool, frequency))
+
+
+def _parallelism(options: Any) -> Parallelism:
+    given = {field: getattr(options, name, None) for field, name in PARALLELISM.items()}
+    if hasattr(options, "expert_tensor_parallel_size"):
+        given["etp"] = given["etp"] or given["tp"]
+    return Parallelism(**{field: value for field, value in given.items() if value is not None})
