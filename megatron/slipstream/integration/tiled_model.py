@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
@@ -32,7 +33,7 @@ from megatron.slipstream.patches.marks import run_in_a_group
 from megatron.slipstream.plan import tiles
 from megatron.slipstream.plan.tiles import Tiling
 from megatron.slipstream.rules import require
-from megatron.slipstream.tiles.by_tiles import Bounds, run_by_tiles
+from megatron.slipstream.tiles.by_tiles import Bounds, Needs, run_by_tiles
 from megatron.slipstream.tiles.options import TileOptions, check_tiles
 
 logger = logging.getLogger(__name__)
@@ -236,8 +237,28 @@ class _TiledExpertsMixin(_Tiled):
             return output
 
         bounds = self._divide(rows.shape[0]) if rows.shape[0] else ((0, 0),)
+        needs = _needs_of(self, tokens_per_expert)
         parameters = list(self.parameters())
-        return run_by_tiles(run, bounds, [rows, probs], parameters, run_in_a_group), None
+        inputs = [rows, probs]
+        return run_by_tiles(run, bounds, inputs, parameters, run_in_a_group, needs), None
+
+
+_EXPERT = re.compile(r"local_experts\.(\d+)\.|linear_fc[12]\.(?:weight|bias)(\d+)$")
+"""The number of an expert in the name of its parameter."""
+
+
+def _needs_of(experts: torch.nn.Module, tokens_per_expert: Any) -> Optional[Needs]:
+    """Return which experts' parameters some rows depend on; None if the host does not know."""
+    if not isinstance(tokens_per_expert, torch.Tensor):
+        return None
+    found = [_EXPERT.search(name) for name, _ in experts.named_parameters()]
+    numbers = [int(match[1] or match[2]) if match else None for match in found]
+
+    def needs(rows: slice) -> list[bool]:
+        counts = _tokens_within(tokens_per_expert, rows).tolist()
+        return [number is None or counts[number] > 0 for number in numbers]
+
+    return needs
 
 
 def _tokens_within(tokens_per_expert: Any, rows: slice) -> Any:

@@ -23,6 +23,7 @@ to ``main_grad``, else to the gradient of the first tile.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -30,6 +31,10 @@ from typing import Any, Optional
 import torch
 
 Bounds = tuple[tuple[int, int], ...]
+
+
+Needs = Callable[[slice], Sequence[bool]]
+"""Returns for each parameter whether some rows depend on it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Work:
     """First and end row of each tile; the end of the last one is the number of rows."""
     num_inputs: int
     """Number of inputs that have these rows. What follows are parameters."""
+    needs: Needs
+    """Of the parameters that follow."""
 
 
 def run_by_tiles(
@@ -51,6 +58,7 @@ def run_by_tiles(
     inputs: Sequence[torch.Tensor],
     parameters: Sequence[torch.Tensor],
     around: Callable[..., Any] = lambda apply: apply,
+    needs: Optional[Needs] = None,
 ) -> torch.Tensor:
     """Run a function tile by tile: [Note: A tile is computed again].
 
@@ -60,12 +68,21 @@ def run_by_tiles(
         inputs: Tensors ``[rows, ...]``, which are saved for backward.
         parameters: Other tensors that ``run`` reads and that may need gradients.
         around: Wraps the call that saves the inputs.
+        needs: Of ``parameters``, so that no tile adds zeros to a gradient; None: all rows depend on
+            all of them.
 
     Returns:
         The rows of all tiles, ``[rows, ...]``.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    work = Work(run, bounds, len(inputs))
+    is_trained = [parameter.requires_grad for parameter in parameters]
+    trained = list(itertools.compress(parameters, is_trained))
+
+    def needs_trained(rows: slice) -> Sequence[bool]:
+        if needs is None:
+            return [True] * len(trained)
+        return list(itertools.compress(needs(rows), is_trained))
+
+    work = Work(run, bounds, len(inputs), needs_trained)
     output: torch.Tensor = around(_ByTiles.apply)(work, *inputs, *trained)
     return output
 
@@ -106,47 +123,58 @@ class _ByTiles(torch.autograd.Function):
                     for tensor, asked in zip(inputs, is_asked, strict=True)
                 ]
                 output = work.run(rows, *tiles)
-            asked_for = [*(tile for tile in tiles if tile.requires_grad), *ctx.parameters]
-            found = torch.autograd.grad(
-                output, asked_for, gradient[rows].contiguous(), allow_unused=True
-            )
+            needed = _needed(sums, work.needs(rows), end == work.bounds[-1][1])
+            asked_for = [*itertools.compress(tiles, is_asked), *(n.parameter for n in needed)]
+            of_output = gradient[rows].contiguous()
+            parts = [*torch.autograd.grad(output, asked_for, of_output, allow_unused=True)]
             del output, tiles, asked_for
-            of_tiles = iter(found)
             for whole in gradients:
                 if whole is not None:
-                    part = next(of_tiles)
+                    part = parts.pop(0)
                     whole[rows] = 0 if part is None else part
-            for total, part in zip(sums, of_tiles, strict=True):
-                total.add(part, is_last=end == work.bounds[-1][1])
-            del found, of_tiles, part
+            for total, part in zip(needed, parts, strict=True):
+                total.add(part)
+            del parts, part
         return (None, *gradients, *(total.end() for total in sums))
+
+
+def _needed(
+    sums: Sequence[_GradientSum], needs: Sequence[bool], is_last: bool
+) -> list[_GradientSum]:
+    """Return the sums that a tile adds to; the last one also to those that no tile needs.
+
+    Their parameters may get a gradient of zeros, as without tiles.
+    """
+    pairs = zip(sums, needs, strict=True)
+    return [total for total, is_needed in pairs if is_needed or (is_last and not total.is_asked)]
 
 
 class _GradientSum:
     """The sum of a parameter's gradients over tiles: [Note: Gradients of parameters]."""
 
     def __init__(self, parameter: Any) -> None:
-        self._parameter = parameter
+        self.parameter = parameter
+        self.is_asked = False
+        """Whether a tile was asked for its gradient."""
         self._sum: Optional[torch.Tensor] = None
-        """The sum; of no meaning once tiles are added to ``main_grad``, but hooks need one."""
-        self._is_used = False
         self._has_flag = hasattr(parameter, "grad_added_to_main_grad")
         self._goes_to_main = self._has_flag and getattr(parameter, "main_grad", None) is not None
+        self._is_added = False
         if self._has_flag:
             # It tells whether the layer itself adds to main_grad.
             self._before = parameter.grad_added_to_main_grad
             parameter.grad_added_to_main_grad = False
 
-    def add(self, gradient: Optional[torch.Tensor], is_last: bool) -> None:
+    def add(self, gradient: Optional[torch.Tensor]) -> None:
         """Add the gradient of the next tile; None if the tile does not depend on it."""
+        self.is_asked = True
         if gradient is None:
             return
-        self._is_used = True
-        if self._is_added_by_layer:
-            self._sum = gradient if is_last else None
+        if self._has_flag and self.parameter.grad_added_to_main_grad:
+            self._is_added = True
         elif self._goes_to_main:
-            self._parameter.main_grad.add_(gradient)
-            self._sum = gradient if is_last else None
+            self.parameter.main_grad.add_(gradient)
+            self._is_added = True
         elif self._sum is None:
             # A matrix product makes its own tensor. A vector may be a view of the gradient of the
             # output, or be given to several parameters.
@@ -154,21 +182,14 @@ class _GradientSum:
         else:
             self._sum.add_(gradient)
 
-    @property
-    def _is_added_by_layer(self) -> bool:
-        return self._has_flag and bool(self._parameter.grad_added_to_main_grad)
-
     def end(self) -> Optional[torch.Tensor]:
         """Return the gradient for autograd; None if no tile depends on the parameter."""
-        parameter = self._parameter
-        if self._is_used and self._sum is None:
-            self._sum = torch.zeros_like(parameter)
-        if self._is_added_by_layer or not self._has_flag:
+        parameter = self.parameter
+        if self._has_flag:
+            parameter.grad_added_to_main_grad = self._is_added or self._before
+        if not self._is_added:
             return self._sum
-        is_added = self._goes_to_main and self._is_used
-        parameter.grad_added_to_main_grad = is_added or self._before
-        # With this attribute, data parallelism adds even what is added already.
-        if is_added and getattr(parameter, "zero_out_wgrad", False):
-            assert self._sum is not None
-            self._sum.zero_()
-        return self._sum
+        # Hooks need a gradient; with this attribute, they add even what is added already.
+        if getattr(parameter, "zero_out_wgrad", False):
+            return torch.zeros_like(parameter)
+        return torch.empty_like(parameter)

@@ -219,6 +219,54 @@ def test_a_tensor_that_two_parameters_share_as_gradient_is_added_to_each_once() 
         assert torch.equal(parameter.grad, torch.full((WIDTH,), float(ROWS)))
 
 
+class Experts(torch.nn.Module):
+    """Rows 0 to 5 are of one expert, 6 to 11 of another; a third has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        experts = (torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
+        self.experts = torch.nn.ModuleList(experts)
+        self.scale = torch.nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def of(self, rows: slice, tile: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        sizes = [max(0, min(6, rows.stop) - rows.start), max(0, rows.stop - max(6, rows.start)), 0]
+        parts = zip(self.experts, tile.split(sizes), strict=True)
+        return torch.cat([expert(part) for expert, part in parts]) * self.scale
+
+    def needs(self, rows: slice) -> list[bool]:
+        of_experts = [rows.start < 6, rows.stop > 6, False]
+        return [True, *(needs for needs in of_experts for _ in ("weight", "bias"))]
+
+
+def test_a_tile_is_asked_only_for_the_gradients_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    compute = torch.autograd.grad
+
+    def grad(output: torch.Tensor, tensors: Any, *arguments: Any, **options: Any) -> Any:
+        asked.append(len(tensors) - 2)
+        return compute(output, tensors, *arguments, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    model, other = Experts(), Experts()
+    assert [name for name, _ in model.named_parameters()][:2] == ["scale", "experts.0.weight"]
+    expected = results(lambda given: other.of(slice(0, ROWS), *given), other)
+    actual = results(
+        lambda given: run_by_tiles(
+            model.of, THREE, given, list(model.parameters()), needs=model.needs
+        ),
+        model,
+    )
+    # The last tile is also asked for those of the expert without rows, which are zeros.
+    assert asked == [1 + 2, 1 + 4, 1 + 2 + 2]
+    torch.testing.assert_close(actual[0], expected[0])
+    assert actual[2] is expected[2] is None or not actual[2].any()
+    for one, two in zip(expected[3:], actual[3:], strict=True):
+        torch.testing.assert_close(one, two)
+
+
 def test_frozen_inputs_and_parameters_get_no_gradient() -> None:
     model = TwoLayers()
     model.first.weight.requires_grad_(False)
