@@ -15,21 +15,12 @@ from megatron.slipstream.cli_plan.models import speed_for
 from megatron.slipstream.cli_plan.options import AIMS, SEARCH, flag_of
 from megatron.slipstream.cli_plan.sizes import MAX_BYTES
 from megatron.slipstream.estimate.file_errors import writing
-from megatron.slipstream.estimate.fit import (
-    BUDGET,
-    FULL,
-    HOST,
-    STEP_TOKENS,
-    WAYS,
-    Finder,
-    Fit,
-    Limits,
-    Row,
-)
+from megatron.slipstream.estimate.fit import HOST, STEP_TOKENS, Finder, Fit, Limits, Row
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.model_state import host_state_bytes, state_bytes
 from megatron.slipstream.estimate.training_setup import Configured
+from megatron.slipstream.estimate.ways import BUDGET, BUILT_IN, FULL, WAYS
 from megatron.slipstream.plan.progress_bar import bar_on_stderr
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.whole_files import write_whole
@@ -175,7 +166,9 @@ def _lines(
 def _sentence(answer: Answer, finder: Finder, speed: Speed) -> str:
     budget = answer.fits[WAYS.index(BUDGET)]
     others = ", ".join(
-        f"{_TITLES[fit.way]} {fit.size:,}" for fit in answer.fits if fit.way != BUDGET
+        f"{_TITLES[fit.way]} {fit.size:,}{' at most' * (fit.way == BUILT_IN)}"
+        for fit in answer.fits
+        if fit.way != BUDGET
     )
     par = finder.configured.shape.parallelism
     gpus = f"one {speed.name} GPU" if par.num_gpus == 1 else f"{par.num_gpus} {speed.name} GPUs"
@@ -219,8 +212,8 @@ def _assumptions(finder: Finder, speed: Speed, options: argparse.Namespace) -> s
     return (
         f"Device memory {format_bytes(limits.device_bytes)} ({memory:g} GiB less a margin for "
         f"context and fragmentation, --margin), host memory of a rank {host}. Steps of {count} "
-        f"micro-batch{'es' if count > 1 else ''}; tokens/s per GPU. Allocated memory: the "
-        "built-in engine reserves more."
+        f"micro-batch{'es' if count > 1 else ''}; tokens/s per GPU. Memory is what is allocated: "
+        "the built-in engine reserves more, so its size is an upper limit."
     )
 
 

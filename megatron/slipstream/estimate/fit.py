@@ -19,18 +19,17 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import MAX_SIZE, Chunk, ModelShape
-from megatron.slipstream.estimate.saved_tensors import CHECKPOINT_INPUTS, marked_modules
 from megatron.slipstream.estimate.schedules import Pass, Schedule, idle_ms, rank_schedule
-from megatron.slipstream.estimate.training_setup import Configured, usable_modules
+from megatron.slipstream.estimate.training_setup import Configured
 from megatron.slipstream.estimate.ways import (
     HeadUse,
     LayerUse,
+    Mix,
     Way,
     head_use,
     layer_use,
-    selective_setting,
+    mixes_of,
 )
-from megatron.slipstream.plan.settings import NOTHING, WHOLE
 
 STEP_TOKENS = 1024
 """Sequences are searched in multiples of this many tokens per context-parallel rank."""
@@ -119,42 +118,6 @@ class Fit:
     """What the next size would take; None if the search ended at the largest planned size."""
     wall: str
     """What exceeds a limit there: a field of :class:`Parts`, :data:`HOST`, or empty."""
-
-
-@dataclass(frozen=True)
-class Mix:
-    """The ways of a rank's layers: some from the beginning of each chunk, and the others."""
-
-    first: Way
-    rest: Way
-    num_first: int = 0
-    """Layers of each chunk with ``first``."""
-    tiles_logits: bool = False
-
-    def ways(self, num_layers: int) -> list[Way]:
-        """Return the way of each layer of a chunk."""
-        num_first = min(self.num_first, num_layers)
-        return [self.first] * num_first + [self.rest] * (num_layers - num_first)
-
-    def describe(self, num_layers: int) -> str:
-        """Return what it does, as text, for chunks of this many layers."""
-        counts = self._counts(num_layers)
-        texts = [
-            way.describe()
-            if len(counts) == 1
-            else f"{count} layer{'s' if count > 1 else ''}: {way.describe()}"
-            for way, count in counts.items()
-        ]
-        return "; ".join(texts + ["logits in tiles"] * self.tiles_logits)
-
-    def label(self, num_layers: int) -> str:
-        """Return the same in short, such as ``"20 x (mlp, offload), 12 x (keep)"``."""
-        texts = [f"{count} x ({way.label})" for way, count in self._counts(num_layers).items()]
-        return ", ".join(texts + ["logits in tiles"] * self.tiles_logits)
-
-    def _counts(self, num_layers: int) -> dict[Way, int]:
-        ways = self.ways(num_layers)
-        return {way: ways.count(way) for way in dict.fromkeys(ways)}
 
 
 class ChunkUse(NamedTuple):
@@ -338,48 +301,6 @@ class Estimate:
             most_moved = max(most_moved, moved)
             all_moved += chunk.moved_bytes if sign > 0 else 0
         return Usage(peak, most_moved, all_moved)
-
-
-OFF, SELECTIVE, FULL, BUILT_IN, BUDGET = WAYS = (
-    *("off", "selective", "full", "built-in", "budget"),
-)
-"""The ways that are compared: nothing recomputed or offloaded; selective recomputation; full
-recomputation of each layer; megatron-core's offload engine with all its modules and selective
-recomputation; and what :mod:`plan` chooses from all of them for a budget of memory."""
-
-
-def mixes_of(name: str, shape: ModelShape, modules: Sequence[str]) -> list[Mix]:
-    """Return the mixes that a way may use, each with one way for all layers.
-
-    Args:
-        name: One of :data:`WAYS`.
-        shape: The model.
-        modules: The modules that may move.
-    """
-    selective, marked = selective_setting(shape), frozenset(modules)
-    all_modules = marked
-    if set(modules) == set(usable_modules(shape)):
-        # By default megatron-core's engine moves the modules that it marks, a budget ours, too.
-        marked = frozenset(usable_modules(shape.with_setting(NOTHING)))
-        layers = range(shape.num_layers)
-        all_modules = marked.union(*(marked_modules(shape, layer, NOTHING) for layer in layers))
-    inputs = frozenset({CHECKPOINT_INPUTS})
-    one_way = {
-        OFF: Way(),
-        SELECTIVE: Way(selective),
-        FULL: Way(WHOLE),
-        BUILT_IN: Way(selective, marked),
-    }
-    if name in one_way:
-        return [Mix(one_way[name], one_way[name])]
-    ways = [Way(), *(Way(NOTHING, moved) for moved in dict.fromkeys((marked, all_modules)))]
-    for is_tiled in (False, True):
-        ways += [
-            Way(setting, moving, is_tiled)
-            for setting, moved in ((selective, all_modules), (WHOLE, inputs))
-            for moving in (frozenset[str](), moved)
-        ]
-    return [Mix(way, way, tiles_logits=tiled) for way in ways for tiled in (False, True)]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Optional
 
-from megatron.slipstream.estimate.fit import BUDGET, OFF, WAYS, Finder, Row
+from megatron.slipstream.estimate.fit import Finder, Row
 from megatron.slipstream.estimate.frontier import (
     NUM_POINTS,
     Frontier,
@@ -17,6 +17,7 @@ from megatron.slipstream.estimate.frontier import (
     bytes_to_type,
     mark_pareto,
 )
+from megatron.slipstream.estimate.ways import BUDGET, OFF, WAYS
 
 
 def sweep_budgets(

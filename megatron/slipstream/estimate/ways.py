@@ -9,7 +9,7 @@ move, and the most that is live while its backward runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from megatron.slipstream.estimate.saved_tensors import (
     marked_modules,
     saved_tensors,
 )
+from megatron.slipstream.estimate.training_setup import usable_modules
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting, describe_setting
 from megatron.slipstream.plan.tiles import Tiling, logits_bytes_per_token, mlp_bytes_per_token
 
@@ -68,6 +69,84 @@ class Way:
         if self.is_tiled:
             texts.append("MLPs in tiles")
         return "; ".join(texts) or "everything kept on the device"
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The ways of a rank's layers: some from the beginning of each chunk, and the others."""
+
+    first: Way
+    rest: Way
+    num_first: int = 0
+    """Layers of each chunk with ``first``."""
+    tiles_logits: bool = False
+
+    def ways(self, num_layers: int) -> list[Way]:
+        """Return the way of each layer of a chunk."""
+        num_first = min(self.num_first, num_layers)
+        return [self.first] * num_first + [self.rest] * (num_layers - num_first)
+
+    def describe(self, num_layers: int) -> str:
+        """Return what it does, as text, for chunks of this many layers."""
+        counts = self._counts(num_layers)
+        texts = [
+            way.describe()
+            if len(counts) == 1
+            else f"{count} layer{'s' if count > 1 else ''}: {way.describe()}"
+            for way, count in counts.items()
+        ]
+        return "; ".join(texts + ["logits in tiles"] * self.tiles_logits)
+
+    def label(self, num_layers: int) -> str:
+        """Return the same in short, such as ``"20 x (mlp, offload), 12 x (keep)"``."""
+        texts = [f"{count} x ({way.label})" for way, count in self._counts(num_layers).items()]
+        return ", ".join(texts + ["logits in tiles"] * self.tiles_logits)
+
+    def _counts(self, num_layers: int) -> dict[Way, int]:
+        ways = self.ways(num_layers)
+        return {way: ways.count(way) for way in dict.fromkeys(ways)}
+
+
+OFF, SELECTIVE, FULL, BUILT_IN, BUDGET = WAYS = (
+    *("off", "selective", "full", "built-in", "budget"),
+)
+"""The ways that are compared: nothing recomputed or offloaded; selective recomputation; full
+recomputation of each layer; megatron-core's offload engine with all its modules and selective
+recomputation; and what :mod:`plan` chooses from all of them for a budget of memory."""
+
+
+def mixes_of(name: str, shape: ModelShape, modules: Sequence[str]) -> list[Mix]:
+    """Return the mixes that a way may use, each with one way for all layers.
+
+    Args:
+        name: One of :data:`WAYS`.
+        shape: The model.
+        modules: The modules that may move.
+    """
+    selective, marked = selective_setting(shape), frozenset(modules)
+    all_modules = marked
+    if set(modules) == set(usable_modules(shape)):
+        # By default megatron-core's engine moves the modules that it marks, a budget ours, too.
+        marked = frozenset(usable_modules(shape.with_setting(NOTHING)))
+        layers = range(shape.num_layers)
+        all_modules = marked.union(*(marked_modules(shape, layer, NOTHING) for layer in layers))
+    inputs = frozenset({CHECKPOINT_INPUTS})
+    one_way = {
+        OFF: Way(),
+        SELECTIVE: Way(selective),
+        FULL: Way(WHOLE),
+        BUILT_IN: Way(selective, marked),
+    }
+    if name in one_way:
+        return [Mix(one_way[name], one_way[name])]
+    ways = [Way(), *(Way(NOTHING, moved) for moved in dict.fromkeys((marked, all_modules)))]
+    for is_tiled in (False, True):
+        ways += [
+            Way(setting, moving, is_tiled)
+            for setting, moved in ((selective, all_modules), (WHOLE, inputs))
+            for moving in (frozenset[str](), moved)
+        ]
+    return [Mix(way, way, tiles_logits=tiled) for way in ways for tiled in (False, True)]
 
 
 def selective_setting(shape: ModelShape) -> LayerSetting:

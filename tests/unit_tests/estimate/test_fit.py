@@ -10,19 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.slipstream.estimate.fit import (
-    BUDGET,
-    BUILT_IN,
-    FULL,
-    HOST,
-    OFF,
-    SELECTIVE,
-    WAYS,
-    Finder,
-    Limits,
-    Mix,
-    mixes_of,
-)
+from megatron.slipstream.estimate.fit import HOST, Finder, Limits
 from megatron.slipstream.estimate.frontier_budgets import sweep_budgets
 from megatron.slipstream.estimate.frontier_picture import frontier_png
 from megatron.slipstream.estimate.gpus import find_speed
@@ -30,7 +18,17 @@ from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.estimate.model_shapes import Experts, ModelShape, Parallelism
 from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.estimate.training_setup import Configured, usable_modules
-from megatron.slipstream.estimate.ways import selective_setting
+from megatron.slipstream.estimate.ways import (
+    BUDGET,
+    BUILT_IN,
+    FULL,
+    OFF,
+    SELECTIVE,
+    WAYS,
+    Mix,
+    mixes_of,
+    selective_setting,
+)
 from megatron.slipstream.plan.choose import choose
 from megatron.slipstream.plan.settings import NOTHING, WHOLE
 
@@ -112,6 +110,22 @@ def test_times_are_those_of_an_h100(way: str, thousands: int, seconds: float) ->
     (mix,) = mixes_of(way, shape, usable_modules(shape))
     step_ms = finder(shape, 80).estimate(thousands * 1024).step_ms(mix)
     assert step_ms / 1e3 == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "moves_inputs, thousands, gib, seconds",
+    [(False, 32, 54.5, 5.46), (False, 40, 60.8, 7.54), (True, 32, 47.0, 5.46)],
+)
+def test_all_layers_take_what_an_h100_reserved(
+    moves_inputs: bool, thousands: int, gib: float, seconds: float
+) -> None:
+    """With full recomputation, 30 GiB of state and little reserved beyond what is allocated."""
+    shape = llama()
+    (mix,) = mixes_of(FULL, shape, usable_modules(shape))
+    mix = with_inputs_moved(shape) if moves_inputs else mix
+    estimate = finder(shape, 80, state_gib=30.0).estimate(thousands * 1024)
+    assert 0.98 * gib < estimate.usage(mix).parts.total / GIB <= gib
+    assert estimate.step_ms(mix) / 1e3 == pytest.approx(seconds, rel=0.03)
 
 
 def test_longest_sequences_are_those_that_ran_in_30_gib() -> None:
