@@ -30,11 +30,11 @@ MOE = ModelCase("moe", overrides=SHARED_EXPERTS)
 MIXED = ModelCase("mixed", overrides=SHARED_EXPERTS)
 MLA = ModelCase("mla")
 
-ALONE = {
-    **dict.fromkeys((*MLP_MODULES, "output_layer"), DENSE),
-    **dict.fromkeys(("expert_fc2", "shared_experts"), MOE),
-    **dict.fromkeys(("mla_down_proj", "mla_up_proj"), MLA),
-}
+ALONE = (
+    (DENSE, (*MLP_MODULES, "output_layer")),
+    (MOE, ("expert_fc2", "shared_experts")),
+    (MLA, ("mla_down_proj", "mla_up_proj")),
+)
 
 
 def all_modules(kind: str) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def check(
     case: ModelCase,
     modules: Sequence[str],
     native: str = "auto",
-    counts: Sequence[int] = (2, 2, 3, 2, 2),
+    counts: Sequence[int] = (2, 3, 2, 2),
     num_ranks: int = 1,
     reads_memory: bool = False,
     **offload: Any,
@@ -60,12 +60,22 @@ def check(
     return results[0]
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_each_module_alone(name: str) -> None:
-    result = check(ALONE[name], (name,), reads_memory=True)
-    assert result.moved_modules == (name,)
-    assert result.freed_bytes == result.moved_bytes > 0
-    assert result.peak_drop_bytes == result.planned_drop_bytes
+def compare_each(
+    rank: int, world_size: int, port: int, case: ModelCase, names: Sequence[str]
+) -> list[Comparison]:
+    settings = ("cpu-lazy", (2, 3, 2, 2), {"offload_native": "auto"}, True)
+    return [compare(rank, world_size, port, case, (name,), *settings) for name in names]
+
+
+@pytest.mark.parametrize("case, names", ALONE, ids=lambda value: getattr(value, "kind", ""))
+def test_each_module_alone(case: ModelCase, names: Sequence[str]) -> None:
+    (results,) = run_ranks(1, compare_each, case, names)
+    for name, result in zip(names, results, strict=True):
+        assert result.difference is None
+        assert result.is_native
+        assert result.moved_modules == (name,)
+        assert result.freed_bytes == result.moved_bytes > 0
+        assert result.peak_drop_bytes == result.planned_drop_bytes
 
 
 @pytest.mark.releases
