@@ -91,14 +91,15 @@ def test_modules_that_slipstream_marks(case: ModelCase, modules: tuple[str, ...]
 
 @pytest.mark.gpu
 def test_nearly_all_that_a_dense_layer_saves_moves() -> None:
-    """megatron-core's modules save 6 of 17 times the hidden states; the last layer stays."""
+    """megatron-core's modules save 5 of 16 times the hidden states; the last layer stays, and the
+    input of the first may."""
     marked, everything = (
         _check(DENSE, modules, (1, 1, 1)).moved_bytes
         for modules in (DENSE_MODULES, (*DENSE_MODULES, *MLP_MODULES))
     )
     hidden = DENSE.seq_length * DENSE.hidden_size * 2 * (DENSE.num_layers - 1)
-    assert marked == pytest.approx(6 * hidden, rel=0.02)
-    assert everything == pytest.approx(17 * hidden, rel=0.02)
+    assert marked == pytest.approx(5 * hidden, rel=0.06)
+    assert everything == pytest.approx(16 * hidden, rel=0.03)
 
 
 @pytest.mark.gpu
