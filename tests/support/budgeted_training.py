@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
+from unittest.mock import patch
 
+import tiny_gpt
 import torch
 from tiny_gpt import (
     ModelCase,
@@ -72,6 +74,7 @@ def train_within(
     budget: float,
     counts: Sequence[int],
     offload: Optional[dict[str, Any]] = None,
+    lengths: Sequence[int] = (),
 ) -> Budgeted:
     """Train with the engine off and within a budget; to be run on every rank.
 
@@ -85,7 +88,38 @@ def train_within(
         budget: The budget, as a share of the activations with the engine off.
         counts: Number of micro-batches of each step.
         offload: Other options of megatron-core.
+        lengths: The sequence length of each step; empty: that of the case. The budget is a share of
+            the activations of the last step.
     """
+    with patch.object(tiny_gpt, "run_step", _of_lengths(lengths)):
+        return _train_within(
+            rank, world_size, port, case, modules, backend, budget, counts, offload
+        )
+
+
+def _of_lengths(lengths: Sequence[int]) -> Any:
+    """A ``run_step`` whose sequences have these lengths, by step."""
+    plain = tiny_gpt.run_step
+
+    def run_step(case: ModelCase, config: Any, chunks: Any, step: int, *rest: Any) -> Any:
+        if lengths:
+            case = replace(case, seq_length=lengths[min(step, len(lengths) - 1)])
+        return plain(case, config, chunks, step, *rest)
+
+    return run_step
+
+
+def _train_within(
+    rank: int,
+    world_size: int,
+    port: int,
+    case: ModelCase,
+    modules: Sequence[str],
+    backend: str,
+    budget: float,
+    counts: Sequence[int],
+    offload: Optional[dict[str, Any]],
+) -> Budgeted:
     initialize(case, rank, world_size, port)
     expected, baseline = switched_off(case, counts, backend, reads_memory=True)
     install.uninstall()

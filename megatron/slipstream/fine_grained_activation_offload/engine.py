@@ -209,10 +209,13 @@ class OffloadEngine:
                 "returned"
             )
 
-    def change_target(self, target_memory_bytes: int) -> None:
+    def change_target(self, target_memory_bytes: Optional[int]) -> None:
         """Limit the device peak, drop all plans, and record the next iteration.
 
         Call between iterations.
+
+        Args:
+            target_memory_bytes: The limit; None to move all that may.
         """
         options = replace(self._tuner.options, target_memory_bytes=target_memory_bytes)
         self._tuner.change_options(options)

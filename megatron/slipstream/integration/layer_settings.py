@@ -125,6 +125,20 @@ def make_frugal(chunk: torch.nn.Module) -> None:
         _states[one.layer].take(one, one.settings[0])
 
 
+def give(assignment: Assignment, chunks: Sequence[torch.nn.Module], chunk: torch.nn.Module) -> None:
+    """Give the layers of one chunk their settings after :func:`make_frugal`.
+
+    Args:
+        assignment: A setting for each layer of ``chunks``.
+        chunks: All chunks of the model on this rank.
+        chunk: One of them.
+    """
+    layers = {one.layer for one in layers_of([chunk])}
+    for one, setting in zip(layers_of(chunks), assignment, strict=True):
+        if one.layer in layers:
+            _states[one.layer].take(one, setting)
+
+
 def restore(chunks: Sequence[torch.nn.Module]) -> None:
     """Give each layer back the attributes and the class that it was built with.
 

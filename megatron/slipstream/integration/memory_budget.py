@@ -24,6 +24,7 @@ from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEn
 from megatron.slipstream.fine_grained_activation_offload.layer_report import LayerReport
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.integration import layer_settings
+from megatron.slipstream.integration.batch_sizes import size_of
 from megatron.slipstream.integration.engine_setup import host_limit
 from megatron.slipstream.integration.layer_boundaries import LayerBoundaries
 from megatron.slipstream.integration.optimizer_memory import optimizer_host_bytes
@@ -31,6 +32,7 @@ from megatron.slipstream.plan.layer_visits import Place, RankLayer
 from megatron.slipstream.plan.relaxation import Limits, NothingFitsError, Relaxation, Stage
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.settings import describe_setting
+from megatron.slipstream.plan.trace import Bandwidth
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,18 @@ class MemoryBudget:
         self._chunk_refs: list[weakref.ref[torch.nn.Module]] = []
         self._boundaries = LayerBoundaries(engine)
         self._limits = Limits(0, 0, 0)
+        self._allowed_bytes = 0
+        """Bytes of activations that all ranks of the stage may use."""
+        self._known_size: dict[int, float] = {}
+        """For each virtual stage, the largest micro-batch for which the assignment was chosen."""
+        self._size = 0.0
+        """The largest share of a known size in this iteration."""
+        self._varies = False
+        """Whether micro-batches have had several sizes."""
+        self._is_spoiled = False
+        """Whether layers had other settings in part of this iteration, so that it says nothing."""
+        self._frugal_stages: set[int] = set()
+        """Virtual stages whose layers are at their most frugal settings for one micro-batch."""
         self._left_bytes = 0
         """What the first iteration left allocated beside gradients."""
         self._movable_bytes: list[int] = []
@@ -74,6 +88,7 @@ class MemoryBudget:
         """The device peak of the last iteration."""
         self._is_blind = False
         """Whether the backend does not count memory."""
+        self._has_rescued = False
 
     @property
     def is_settled(self) -> bool:
@@ -106,11 +121,14 @@ class MemoryBudget:
 
     # The life of an iteration.
 
-    def enter(self, chunk: torch.nn.Module, is_first: bool) -> None:
+    def enter(
+        self, chunk: torch.nn.Module, tensors: Sequence[torch.Tensor], is_first: bool
+    ) -> None:
         """Note that forward enters a chunk of the model in training.
 
         Args:
             chunk: The chunk.
+            tensors: Its arguments.
             is_first: Whether an iteration begins with it.
 
         Raises:
@@ -120,6 +138,8 @@ class MemoryBudget:
             self._add(chunk, is_first)
         if is_first:
             self._begin()
+        if not self._is_blind:
+            self._fit(chunk, tensors)
         self._boundaries.come_to(Place.CALL, _stage(chunk))
 
     def leave(self, chunk: torch.nn.Module) -> None:
@@ -167,6 +187,13 @@ class MemoryBudget:
             self._follow(relaxation, self._find_limits())
         elif not relaxation.is_settled:
             self._advance(relaxation)
+        if self._varies and engine.options.target_memory_bytes is not None:
+            engine.change_target(None)
+        if self._frugal_stages:
+            self._frugal_stages.clear()
+            for chunk in self._chunks:
+                layer_settings.give(relaxation.assignment, self._chunks, chunk)
+        self._size, self._is_spoiled = 0.0, False
         engine.store.backend.begin_peak(PEAK)
 
     def _stay_frugal(self, relaxation: Relaxation) -> None:
@@ -185,15 +212,27 @@ class MemoryBudget:
         """Add the last iteration, and choose the assignment of the coming one."""
         is_timed = relaxation.stage is Stage.TIMED
         boundaries = self._boundaries.boundaries()
-        if is_timed and not _all_agree(boundaries is not None):
-            return  # The device is still busy with it.
+        is_busy = is_timed and boundaries is None
+        facts = (is_busy, self._is_spoiled, self._size, self.activation_bytes)
+        busy, spoiled, larger, activation_bytes = _largest(facts)
+        if spoiled:
+            if larger > 1:
+                relaxation.note_larger(larger, int(activation_bytes))
+                self._known_size = {s: size * larger for s, size in self._known_size.items()}
+            self._follow(relaxation, self._find_limits())
+            return
+        if busy:
+            return  # The device has not finished it.
         if not is_timed or boundaries is None:
             boundaries = self._boundaries.without_times()
         before, limits = relaxation.assignment, self._find_limits()
-        relaxation.note(boundaries, self._movable_bytes, self.activation_bytes)
+        scale = 1 / larger if larger else 1.0
+        relaxation.note(boundaries, self._movable_bytes, self.activation_bytes, scale)
         relaxation.take(_largest(relaxation.numbers()))
+        agreed = _tightest(limits)
+        self._allowed_bytes = agreed.device_bytes - agreed.resident_bytes
         try:
-            relaxation.advance(_tightest(limits))
+            relaxation.advance(agreed)
         except NothingFitsError as error:
             raise self._nothing_fits(error) from error
         if relaxation.assignment != before:
@@ -206,12 +245,63 @@ class MemoryBudget:
     def _follow(self, relaxation: Relaxation, limits: Limits) -> None:
         """Give the layers their assignment, and record the coming iteration."""
         self._limits = limits
-        self._engine.change_target(limits.device_bytes)
+        self._engine.change_target(None if self._varies else limits.device_bytes)
         layer_settings.apply(relaxation.assignment, self._chunks)
         if relaxation.is_settled:
             self._tell_of_the_end(relaxation)
         else:
             self._boundaries.begin(has_memory=True)
+
+    # Micro-batches of several sizes.
+
+    def _fit(self, chunk: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+        """Give the layers of a chunk settings with which the coming micro-batch fits.
+
+        [Note: Larger micro-batches]
+        What a micro-batch needs is known from its size before it is launched. If it is larger than
+        all that were measured, and what was measured, scaled to it, exceeds the budget, its layers
+        get their most frugal settings for this one pass. Once sizes vary, all that may moves, since
+        a plan for less would be one for the size that was recorded.
+        """
+        size, stage = size_of(chunk, tensors), _stage(chunk)
+        if size is None:
+            return
+        if getattr(chunk.config, "expert_model_parallel_size", 1) > 1:
+            if not getattr(chunk.config, "variable_seq_lengths", False):
+                return  # Its ranks could not agree without an exchange in each pass.
+            (size,) = _largest([size])
+        known = self._known_size.setdefault(stage, size)
+        self._varies |= size != known
+        if not self._peak_bytes:  # In the first iteration layers are frugal anyway.
+            known = self._known_size[stage] = max(known, size)
+        share = size / known
+        self._size = max(self._size, share)
+        relaxation = self.relaxation
+        assert relaxation is not None
+        # A plan for a target may need all that is allowed.
+        has_target = self._engine.options.target_memory_bytes is not None
+        needed = self._allowed_bytes if has_target else relaxation.activation_bytes
+        if share > 1 and needed * share > self._allowed_bytes:
+            self._make_frugal(chunk, share)
+        elif stage in self._frugal_stages:
+            self._frugal_stages.discard(stage)
+            layer_settings.give(relaxation.assignment, self._chunks, chunk)
+
+    def _make_frugal(self, chunk: torch.nn.Module, share: float) -> None:
+        relaxation, stage = self.relaxation, _stage(chunk)
+        assert relaxation is not None
+        if not self._has_rescued:
+            logger.warning(
+                "rank %d: a micro-batch is %.2f times as large as any before, so that with the "
+                "settings chosen for activation_memory_budget=%s it would not fit: every layer is "
+                "recomputed for it, and for others like it",
+                self._engine.report.rank,
+                share,
+                self._budget,
+            )
+        self._has_rescued = self._is_spoiled = True
+        self._frugal_stages.add(stage)
+        layer_settings.make_frugal(chunk)
 
     # Limits, and what ranks agree on.
 
@@ -310,11 +400,17 @@ def _absent_gradient_bytes(chunks: Sequence[torch.nn.Module]) -> int:
 def _tightest(limits: Limits) -> Limits:
     """Return the limits that hold on all ranks that compute the same pipeline stage."""
     host_bytes = math.inf if limits.host_bytes is None else limits.host_bytes
-    own = (limits.device_bytes - limits.resident_bytes, host_bytes)
-    allowed, host = (-value for value in _largest([-value for value in own]))
-    return limits._replace(
-        device_bytes=limits.resident_bytes + int(allowed),
-        host_bytes=None if math.isinf(host) else int(host),
+    bandwidth = limits.bandwidth or [-1.0] * len(Bandwidth._fields)
+    least = (limits.device_bytes - limits.resident_bytes, host_bytes, *bandwidth)
+    most = (limits.resident_bytes, limits.base_bytes - limits.resident_bytes)
+    resident, left, *rest = _largest([*most, *(-value for value in least)])
+    allowed, host, *rates = (-value for value in rest)
+    return Limits(
+        int(resident + allowed),
+        int(resident),
+        int(resident + left),
+        Bandwidth(*rates) if min(rates) > 0 else None,
+        None if math.isinf(host) else int(host),
     )
 
 
@@ -329,8 +425,3 @@ def _largest(values: Sequence[float]) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=group)
     return [float(value) for value in tensor.tolist()]
-
-
-def _all_agree(is_so: bool) -> bool:
-    """Return whether it is so on all ranks that compute the same pipeline stage."""
-    return _largest([0.0 if is_so else 1.0]) == [0.0]

@@ -289,8 +289,8 @@ class Router:
             return nodes
 
     @contextlib.contextmanager
-    def calling(self, chunk: Any) -> Iterator[None]:
-        """Context of a call of ``chunk``."""
+    def calling(self, chunk: Any, inputs: Any = ()) -> Iterator[None]:
+        """Context of a call of ``chunk``, with these arguments."""
         manager = self.manager_of(chunk) if self.is_training else None
         budget = None if manager is None else manager.budget
         seam = mcore_offload.PipelineOffloadManager
@@ -302,7 +302,7 @@ class Router:
                 seam.OFFLOAD_MGR = manager
                 manager.wanted_modules = tuple(chunk.config.offload_modules or ())
                 if budget is not None:
-                    budget.enter(chunk, is_first=not manager.has_begun)
+                    budget.enter(chunk, tensors_in(inputs), is_first=not manager.has_begun)
                 self.begins_pass = True
                 if hasattr(chunk, "preprocess_for_fine_grained_offloading"):
                     chunk.preprocess_for_fine_grained_offloading()

@@ -63,7 +63,8 @@ def _call(chunk: Any, *arguments: Any, **options: Any) -> Any:
     if not _offloads(chunk):
         return plain(chunk, *arguments, **options)
     router = _router()
-    with router.calling(chunk) if router is not None else contextlib.nullcontext():
+    inputs = (arguments, options)
+    with router.calling(chunk, inputs) if router is not None else contextlib.nullcontext():
         output = plain(chunk, *arguments, **options)
         engine = marking_engine()
         if engine is not None:

@@ -153,6 +153,7 @@ class LayerVisits:
         assignment: Assignment,
         boundaries: Sequence[Boundary],
         movable_bytes: Sequence[int] = (),
+        scale: float = 1.0,
     ) -> None:
         """Add an iteration.
 
@@ -161,13 +162,15 @@ class LayerVisits:
             boundaries: Its cuts, in order.
             movable_bytes: For each layer, the bytes of a micro-batch that can be offloaded; empty
                 if they were not recorded. Then only times count.
+            scale: By how much more the largest micro-batch so far has held than those of this
+                iteration.
         """
         found: dict[_Key, list[tuple[Work, Optional[float]]]] = {}
         for begin, end in itertools.pairwise(boundaries):
             key = self._key(assignment, begin, end)
             if key is not None:
-                net = end.nbytes - begin.nbytes
-                work = Work(0.0, net, end.peak_bytes - begin.nbytes)
+                net = int((end.nbytes - begin.nbytes) * scale)
+                work = Work(0.0, net, int((end.peak_bytes - begin.nbytes) * scale))
                 found.setdefault(key, []).append((work, end.ms))
         for key, works in found.items():
             self._note(key, works, has_memory=bool(movable_bytes))
@@ -199,6 +202,12 @@ class LayerVisits:
             return None
         chunk = end.chunk if begin.place is Place.RETURN else begin.chunk
         return begin.place, chunk
+
+    def scale(self, factor: float) -> None:
+        """Scale all bytes to a larger micro-batch."""
+        for one in self._measured.values():
+            one.net_bytes = int(one.net_bytes * factor)
+            one.peak_bytes = int(one.peak_bytes * factor)
 
     # What ranks agree on.
 

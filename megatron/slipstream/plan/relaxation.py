@@ -105,6 +105,8 @@ class Relaxation:
         """What is predicted for it; None until one is chosen."""
         self._frugal_bytes = 0
         """The measured peak of the frugal iteration, without what is resident."""
+        self._is_scaled = False
+        """Whether that is an estimate, which is no reason to refuse."""
         self._excess_bytes = 0
         """The most by which an iteration needed more than predicted."""
         self._activation_bytes = 0
@@ -127,6 +129,7 @@ class Relaxation:
         boundaries: Sequence[Boundary],
         movable_bytes: Sequence[int],
         activation_bytes: int,
+        scale: float = 1.0,
     ) -> None:
         """Add an iteration that ran with :attr:`assignment`.
 
@@ -134,15 +137,35 @@ class Relaxation:
             boundaries: See :meth:`LayerVisits.add`.
             movable_bytes: See :meth:`LayerVisits.add`.
             activation_bytes: Its device peak without what is resident.
+            scale: See :meth:`LayerVisits.add`.
         """
-        self.visits.add(self.assignment, boundaries, movable_bytes)
+        activation_bytes = int(activation_bytes * scale)
+        self.visits.add(self.assignment, boundaries, movable_bytes, scale)
         if self.stage is Stage.FRUGAL:
             self._frugal_bytes = activation_bytes
         elif self.stage is Stage.RECORDED and movable_bytes:
-            composed = self.visits.templates(None, boundaries[0].nbytes).compose(self.assignment)
-            real = max(boundary.peak_bytes for boundary in boundaries)
-            self._note_excess(real - max(composed.present_bytes, default=0))
+            composed = self.visits.templates(None, 0).compose(self.assignment)
+            real = max(boundary.peak_bytes for boundary in boundaries) - boundaries[0].nbytes
+            self._note_excess(int(real * scale) - max(composed.present_bytes, default=0))
         self._activation_bytes = activation_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """The most that :attr:`assignment` is known to need."""
+        return self._activation_bytes
+
+    def note_larger(self, factor: float, activation_bytes: int) -> None:
+        """Note that a micro-batch is larger than all so far; scale what was measured to it.
+
+        Args:
+            factor: By how much it is larger.
+            activation_bytes: What the iteration needed in which it ran with frugal settings.
+        """
+        self.visits.scale(factor)
+        self._frugal_bytes = min(int(self._frugal_bytes * factor), activation_bytes)
+        self._activation_bytes = int(self._activation_bytes * factor)
+        self._excess_bytes = int(self._excess_bytes * factor)
+        self._is_scaled, self.predicted = True, None
 
     def _note_excess(self, nbytes: int) -> None:
         self._excess_bytes = max(self._excess_bytes, nbytes)
@@ -165,7 +188,7 @@ class Relaxation:
             NothingFitsError: Not even the most frugal assignment is within the limit.
         """
         allowed = limits.device_bytes - limits.resident_bytes
-        if self._frugal_bytes > allowed:
+        if self._frugal_bytes > allowed and not self._is_scaled:
             raise NothingFitsError(self._frugal_bytes, allowed)
         if self.predicted is not None:
             known = self.predicted.peak_bytes - limits.resident_bytes

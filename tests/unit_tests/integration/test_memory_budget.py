@@ -89,6 +89,26 @@ def test_iterations_of_other_numbers_of_micro_batches_stay_within_it() -> None:
     _check(result)
 
 
+SHORT, LONG = 24, 48
+LENGTHS = {
+    "shorter": [LONG, *[SHORT, LONG, SHORT + 8] * 5],
+    "longer while settling": [SHORT, SHORT, LONG, SHORT, LONG, *[SHORT] * 11],
+    "spikes later": [*[SHORT] * 12, LONG, SHORT, LONG, LONG],
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_sequences_of_other_lengths_stay_within_it(name: str) -> None:
+    """A longer one is planned from its size before it runs. The last step's has the longest."""
+    lengths = [*LENGTHS[name][:-1], LONG]
+    arguments = (DENSE, DENSE_MODULES, "cpu", 0.5, (2,) * len(lengths), None, lengths)
+    (result,) = run_ranks(1, train_within, *arguments)
+    assert result.error == ""
+    assert result.difference is None
+    assert max(result.activation_bytes) <= result.budget_bytes
+    assert Stage.SETTLED in result.stages
+
+
 @pytest.mark.parametrize("shape", [(2, None), (2, 2)], ids=str)
 def test_the_stages_of_a_pipeline_have_each_its_own(shape: tuple[int, Any]) -> None:
     pp, vpp = shape
