@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +52,6 @@ class Comparison:
         if variant.budget_share:
             budget_bytes = variant.budget_share * self._activation_bytes()
             options["activation_memory_budget"] = budget_bytes / 2**30
-            return _Budget(make_engine(base, label, chunks, options), int(budget_bytes))
         return make_engine(base, label, chunks, options)
 
     def _activation_bytes(self) -> int:
@@ -65,27 +63,6 @@ class Comparison:
             off = Engine("off", self._base, self._base.chunks)
             self._off_bytes = measure_memory(off.run).act_bytes
         return self._off_bytes
-
-
-class _Budget(Way):
-    """An engine with a budget; adds what it was and what became of the layers to the row."""
-
-    has_marks = True
-    is_ours = True
-
-    def __init__(self, engine: Any, budget_bytes: int) -> None:
-        self.label, self.manager = engine.label, engine.manager
-        self._engine, self._budget_bytes = engine, budget_bytes
-        self.run, self.close = engine.run, engine.close
-
-    def fields(self) -> dict[str, Any]:
-        report = self.manager.report
-        return {
-            "budget_bytes": self._budget_bytes,
-            "recomputed_bytes": sum(layer.recomputed_bytes for layer in report.layers),
-            "settings": dict(Counter(layer.setting for layer in report.layers)),
-            "tiles": report.tiles,
-        }
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -10,6 +10,7 @@ import io
 import os
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
@@ -428,6 +429,10 @@ def report_fields(manager: Any) -> dict[str, Any]:
             manager.report.baseline_peak_bytes - manager.report.planned_peak_bytes
         ),
         "planned_peak_bytes": manager.report.planned_peak_bytes,
+        "budget_bytes": manager.report.budget_bytes,
+        "recomputed_bytes": sum(layer.recomputed_bytes for layer in manager.report.layers),
+        "settings": dict(Counter(layer.setting for layer in manager.report.layers)),
+        "tiles": manager.report.tiles,
         # From the first mark to the end, as planned and in an iteration that followed the plan.
         "planned_ms": manager.report.planned_ms,
         "followed_ms": manager.report.measured_ms,

@@ -47,7 +47,7 @@ def test_settings_by_hand_are_run_with_what_they_recompute_and_move(tmp_path: Pa
     assert "moved_bytes" not in whole
     assert max(whole["act_bytes"], moved["act_bytes"]) < off["act_bytes"]
     budget = rows["budget=0.6", "slipstream"]
-    assert budget["budget_bytes"] == int(0.6 * off["act_bytes"])
+    assert abs(budget["budget_bytes"] - 0.6 * off["act_bytes"]) <= 1
     assert budget["act_bytes"] <= budget["budget_bytes"]
     assert budget["is_settled"]
     assert sum(budget["settings"].values()) == 3
