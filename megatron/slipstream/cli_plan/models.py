@@ -13,8 +13,12 @@ from typing import Any
 from megatron.slipstream.cli_plan.options import UNTIMED, flag_of
 from megatron.slipstream.estimate.gpus import Speed, find_speed
 from megatron.slipstream.estimate.hugging_face import HubModel, load_hub_config
-from megatron.slipstream.estimate.model_options import PARALLELISM, shape_fields, shape_of_options
-from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
+from megatron.slipstream.estimate.model_options import (
+    PARALLELISM,
+    parallelism_of_options,
+    shape_of_options,
+)
+from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.training_command import read_flags, split_command
 from megatron.slipstream.estimate.training_setup import (
     Configured,
@@ -134,7 +138,7 @@ def _hub_shape(model: HubModel, options: argparse.Namespace) -> ModelShape:
     names = ("seq_length", "micro_batch_size", "precision", "attention_backend", "cross_entropy")
     megatrons = {option: given[name] for name, option in PARALLELISM.items() if name in given}
     described = SimpleNamespace(**model.options, **megatrons, **_recomputation(options))
-    parallelism: Parallelism = shape_fields(described)["parallelism"]
+    parallelism = parallelism_of_options(described)
     if options.dp is None:
         parallelism = replace(parallelism, dp=fewest_data_parallel_ranks(parallelism))
     return shape_of_options(

@@ -74,21 +74,21 @@ def shape_fields(options: Any) -> dict[str, Any]:
         fields["cross_entropy"] = options.cross_entropy_fusion_impl
     if getattr(options, "recompute_method", None) == "uniform":
         fields["layers_per_checkpoint"] = options.recompute_num_layers
+    if getattr(options, "recompute_granularity", None):
+        fields["recompute_modules"] = _setting(options)
+    if any(hasattr(options, name) for name in PARALLELISM.values()):
+        fields["parallelism"] = parallelism_of_options(options)
     return fields | {
         "window_size": _window(options),
         "latent_attention": _latent(options),
         "experts": _experts(options),
         "moe_layers": _moe_layers(options),
-        "recompute_modules": _setting(options),
-        "parallelism": _parallelism(options),
     }
 
 
 def _setting(options: Any) -> LayerSetting:
-    granularity = getattr(options, "recompute_granularity", None)
-    if granularity is None:
-        return NOTHING
-    return WHOLE if granularity == "full" else frozenset(options.recompute_modules)
+    is_whole = options.recompute_granularity == "full"
+    return WHOLE if is_whole else frozenset(options.recompute_modules)
 
 
 def _window(options: Any) -> Optional[int]:
@@ -131,7 +131,8 @@ def _moe_layers(options: Any) -> tuple[bool, ...]:
     return tuple(map(bool, frequency))
 
 
-def _parallelism(options: Any) -> Parallelism:
+def parallelism_of_options(options: Any) -> Parallelism:
+    """Return how megatron's options divide a model among ranks."""
     given = {field: getattr(options, name, None) for field, name in PARALLELISM.items()}
     if hasattr(options, "expert_tensor_parallel_size"):
         given["etp"] = given["etp"] or given["tp"]
