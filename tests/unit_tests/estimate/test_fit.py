@@ -54,9 +54,13 @@ def finder(
     return Finder(configured, find_speed("h100"), limits, field, step)
 
 
+def example(name: str, **changes: Any) -> ModelShape:
+    fields = load_hub_config(EXAMPLES / f"{name}.json").fields
+    return ModelShape(**{**fields, "seq_length": 4096, **changes})
+
+
 def llama(**changes: Any) -> ModelShape:
-    fields = load_hub_config(EXAMPLES / "llama3_8b.json").fields
-    return ModelShape(**{**fields, "seq_length": 8192, "cross_entropy": "te", **changes})
+    return example("llama3_8b", **{"seq_length": 8192, "cross_entropy": "te", **changes})
 
 
 def with_inputs_moved(shape: ModelShape) -> Mix:
@@ -179,15 +183,11 @@ def test_the_largest_planned_size_has_no_wall() -> None:
 MODELS = {
     "dense": llama(),
     "unfused": llama(attention_backend="unfused"),
-    "experts": ModelShape(
-        **load_hub_config(EXAMPLES / "mixtral_8x7b.json").fields,
-        seq_length=4096,
-        parallelism=Parallelism(pp=4, ep=8, dp=8),
-    ),
-    "latent": ModelShape(
-        **load_hub_config(EXAMPLES / "deepseek_v3.json").fields
-        | {"num_layers": 8, "moe_layers": ()},
-        seq_length=4096,
+    "experts": example("mixtral_8x7b", parallelism=Parallelism(pp=4, ep=8, dp=8)),
+    "latent": example(
+        "deepseek_v3",
+        num_layers=8,
+        moe_layers=(),
         parallelism=Parallelism(pp=2, vpp=2, ep=64, dp=64),
     ),
 }
