@@ -325,8 +325,6 @@ def _run(options: argparse.Namespace) -> int:
     if options.tiny:
         options.case, options.lengths, options.unit = "smoke", [32, 64], 32
         options.device_gib = TINY_GIB
-        # A CPU computes norms in several operations; recomputed, their gradients add up otherwise.
-        options.recompute_modules = options.recompute_modules or "mlp"
     case = find_case(options.case)
     setups = [_setup(options, case, way) for way in options.ways.split(",")]
     options.output.parent.mkdir(parents=True, exist_ok=True)
