@@ -59,7 +59,12 @@ def refuse_misspelt_flags(arguments: Sequence[str]) -> None:
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
     """Return the end of an error about unknown flags; empty if none resembles a known one."""
     known = sorted(known)
-    near = [match for flag in unknown for match in difflib.get_close_matches(flag, known, n=1)]
+    # Long flags end like others: --num-layers is none of --recompute-num-layers.
+    near = [
+        match
+        for flag in unknown
+        for match in difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
+    ]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
