@@ -232,8 +232,8 @@ def add_options(
         "plan",
         help="plan a recorded iteration, or an estimated one; predict its time and memory",
         description="Plan the iteration of a trace file, or one estimated from a model's "
-        "configuration, and show which groups move when. Predict step time, stalls and memory "
-        "peaks. Needs no GPU.",
+        "configuration: what moves when, step time, stalls and memory peaks. Or find the longest "
+        "sequence or the largest micro-batch that fits. Needs no GPU.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
