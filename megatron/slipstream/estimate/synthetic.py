@@ -194,7 +194,7 @@ def synthetic_trace(work: Workplan, pp_rank: int, state_bytes: int = 0) -> Trace
         the modules.
     """
     rank, assignment = work.own_templates(pp_rank, state_bytes)
-    return rank.compose(assignment)
+    return replace(rank.compose(assignment), assignment=())
 
 
 def _kind(name: str, setting: LayerSetting) -> str:

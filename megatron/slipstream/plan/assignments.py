@@ -27,12 +27,14 @@ from megatron.slipstream.plan.settings import Assignment, LayerSetting
 from megatron.slipstream.plan.templates import RankTemplates, ScheduledPass, Template
 from megatron.slipstream.plan.trace import GroupKey, Trace
 
-MAX_STEPS_EXACT = 300
-"""Maximum number of steps of an iteration that is searched with all marks of its layers. In longer
-ones, all that may move of a layer, or of a run of layers, is one group."""
+MAX_STEPS_EXACT = 160
+"""Maximum number of steps of an iteration that is searched only with all marks of its layers. In
+longer ones, all that may move of a layer, or of a run of layers, is one group at first."""
+MAX_STEPS_EXACT_LAST = 600
+"""Maximum number of steps of an iteration that is searched with all marks in the end."""
 MAX_UNITS = 24
 """Maximum number of units (layers or runs of layers) that are searched first."""
-MAX_STEPS_OF_SEARCH = 12_000
+MAX_STEPS_OF_SEARCH = 16_000
 """Maximum total steps of the iterations that one search composes or times."""
 MAX_STEPS_OF_REFINING = 3_000
 """Maximum total steps of the iterations that are timed to improve what moves in one assignment."""
@@ -77,9 +79,11 @@ def searched(rank: RankTemplates, limits: Limits) -> AssignmentSearch:
     """
     short = replace(rank, schedule=shortest(rank.schedule))
     num_steps = len(short.compose(fastest(rank), marks_all=True).steps)
-    sizes = [0] if num_steps <= MAX_STEPS_EXACT else [1]
-    if sizes[0] and len(rank.kinds) > MAX_UNITS:
-        sizes.insert(0, -(-len(rank.kinds) // MAX_UNITS))
+    sizes = []  # Layers of a unit; 0 for one layer with all its marks.
+    if num_steps > MAX_STEPS_EXACT:
+        sizes = sorted({1, -(-len(rank.kinds) // MAX_UNITS)}, reverse=True)
+    if num_steps <= MAX_STEPS_EXACT_LAST:
+        sizes.append(0)
     start: Optional[Assignment] = None
     for size in sizes:
         units = _Units.of(rank, size) if size else _Units(rank, rank.kinds)
@@ -289,7 +293,7 @@ class AssignmentSearch:
         lowest = min(
             found, key=lambda item: (score(item).excess_bytes, -self._judge.compute_ms(item))
         )
-        for seed, order in itertools.product(dict.fromkeys((lowest, best)), self._orders()):
+        for seed, order in itertools.product(dict.fromkeys((best, lowest)), self._orders()):
             if self._is_done(best):
                 return best
             found.append(self._filled(seed, order, size if start else len(order)))

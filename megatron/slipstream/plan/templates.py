@@ -295,7 +295,7 @@ class RankTemplates:
                 in_flight[micro_batch, vp_stage] = recorder.run_forward(chunks[vp_stage])
             else:
                 recorder.run_backward(chunks[vp_stage], in_flight[micro_batch, vp_stage])
-        return recorder.finish(self)
+        return recorder.finish(self, assignment)
 
 
 class _Recorder:
@@ -346,7 +346,7 @@ class _Recorder:
         else:
             self._early_ms += ms
 
-    def finish(self, rank: RankTemplates) -> Trace:
+    def finish(self, rank: RankTemplates, assignment: Assignment) -> Trace:
         """Return the recorded trace."""
         readings = map(MemoryReading, self._allocated, self._peaks, [0] * len(self._steps))
         return Trace(
@@ -359,6 +359,7 @@ class _Recorder:
             rank.bandwidth,
             rank.ms_per_moved_group,
             rank.ms_per_moved_gb,
+            assignment,
         )
 
     def _run(self, lane: _Lane, chunk_pass: int, first: int, is_marked: bool) -> None:

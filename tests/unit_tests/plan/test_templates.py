@@ -53,7 +53,9 @@ def work_of(shape: ModelShape = SHAPE, modules: tuple[str, ...] = MODULES) -> Wo
 def test_layers_of_any_settings_are_composed(assignment: tuple[LayerSetting, ...]) -> None:
     own = work_of(replace(SHAPE, layer_settings=assignment))
     rank = work_of().rank_templates(0, 10**9, SETTINGS)
-    assert rank.compose(assignment) == synthetic_trace(own, 0, 10**9)
+    composed = rank.compose(assignment)
+    assert composed.assignment == assignment
+    assert replace(composed, assignment=()) == synthetic_trace(own, 0, 10**9)
 
 
 def test_a_kind_has_templates_of_the_settings_that_it_takes() -> None:
