@@ -56,7 +56,11 @@ def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step at 40,960" in head
     walls = [re.split(r"\s{2,}", row)[-1] for row in rows[:5]]
     assert walls == ["layers' saved bytes"] * 2 + ["logits and loss"] * 2 + ["host memory"]
-    assert "78.4 GiB" in rows[5]
+    assert rows[5] == (
+        "For the last row, train with --activation-memory-budget auto --mlp-sequence-tiles auto "
+        "--loss-sequence-tiles auto"
+    )
+    assert "78.4 GiB" in rows[6]
     assert "--details" in rows[-1]
 
 

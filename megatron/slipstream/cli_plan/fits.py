@@ -155,6 +155,10 @@ def _lines(
     yield _sentence(answer, finder, speed)
     yield ""
     yield from _table(answer)
+    row = answer.fits[WAYS.index(BUDGET)].row
+    if row is not None:
+        flags = " ".join(["--activation-memory-budget auto", *row.tile_flags])
+        yield f"For the last row, train with {flags}"
     yield _assumptions(finder, speed, options)
     if not options.details:
         yield "--details shows what each way does and what fills the device"

@@ -99,6 +99,8 @@ class Row(NamedTuple):
     """What it recomputes, moves and tiles."""
     label: str
     """The same in short."""
+    tile_flags: tuple[str, ...]
+    """Flags that turn its tiles on."""
     usage: Usage
     step_ms: float
     tokens_per_s: float
@@ -201,7 +203,9 @@ class Estimate:
         num_gpus = self._shape.parallelism.num_gpus
         layers = max(len(chunk.layers) for chunk in self._shape.chunks)
         speed = 1e3 * self._tokens_of_step / step_ms / num_gpus
-        return Row(mix.describe(layers), mix.label(layers), self.usage(mix), step_ms, speed)
+        return Row(
+            mix.describe(layers), mix.label(layers), mix.tile_flags, self.usage(mix), step_ms, speed
+        )
 
     @property
     def _tokens_of_step(self) -> int:

@@ -102,6 +102,13 @@ class Mix:
         texts = [f"{count} x ({way.label})" for way, count in self._counts(num_layers).items()]
         return ", ".join(texts + ["logits in tiles"] * self.tiles_logits)
 
+    @property
+    def tile_flags(self) -> tuple[str, ...]:
+        """Flags of a training that compute the same in tiles."""
+        is_tiled = self.first.is_tiled or self.rest.is_tiled
+        flags = {"--mlp-sequence-tiles": is_tiled, "--loss-sequence-tiles": self.tiles_logits}
+        return tuple(f"{flag} auto" for flag, is_set in flags.items() if is_set)
+
     def _counts(self, num_layers: int) -> dict[Way, int]:
         ways = self.ways(num_layers)
         return {way: ways.count(way) for way in dict.fromkeys(ways)}
