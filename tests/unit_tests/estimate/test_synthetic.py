@@ -18,6 +18,7 @@ from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.files import load_trace, save_trace
+from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 from megatron.slipstream.plan.trace import StepKind, Trace
 from megatron.slipstream.plan.walk import simulate
 
@@ -165,22 +166,33 @@ def test_recomputation_costs_time_and_gives_memory() -> None:
     assert after.forward_ms == before.forward_ms
 
 
-@settings(max_examples=25, deadline=None)
+MOVABLE = ["qkv_linear", "core_attn", "mlp_norm", "mlp_act", "moe_act", "expert_fc2",
+           "shared_experts", "checkpoint_inputs"]  # fmt: skip
+SETTINGS = [NOTHING, WHOLE, frozenset({"mlp", "moe_act"}), frozenset({"layernorm", "core_attn"})]
+
+
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from([(1, None), (2, None), (2, 2)]),
     st.sampled_from([(), (True,) * 4, (False, True, True, False)]),
-    st.sets(st.sampled_from(["qkv_linear", "core_attn", "mlp_norm", "moe_act"]), min_size=1),
+    st.sets(st.sampled_from(MOVABLE), min_size=1),
     st.sampled_from(["fused", "local"]),
+    st.lists(st.sampled_from(SETTINGS), min_size=4, max_size=4),
 )
 def test_every_trace_can_be_planned_proved_and_simulated(
-    pipeline: tuple[int, int | None], moe: tuple[bool, ...], modules: set[str], backend: str
+    pipeline: tuple[int, int | None],
+    moe: tuple[bool, ...],
+    modules: set[str],
+    backend: str,
+    recomputed: list[LayerSetting],
 ) -> None:
     pp, vpp = pipeline
     shape = replace(
         SHAPE,
-        experts=EXPERTS if moe else None,
+        experts=replace(EXPERTS, shared_ffn_hidden_size=512) if moe else None,
         moe_layers=moe,
         attention_backend=backend,
+        layer_settings=tuple(recomputed),
         parallelism=Parallelism(pp=pp, vpp=vpp),
     )
     trace = synthetic_trace(workplan(shape, tuple(sorted(modules)), 2 * pp), pp - 1)
