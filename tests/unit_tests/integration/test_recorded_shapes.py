@@ -71,6 +71,9 @@ MODELS: dict[str, ModelCase] = {
     "norms and activation recomputed": _case(
         "moe", num_layers=3, **_recompute("layernorm", "moe_act")
     ),
+    "shared experts recomputed": _case(
+        "moe", moe_shared_expert_intermediate_size=96, **_recompute("shared_experts")
+    ),
 }
 
 WITH_ONE_MORE_LAYER = ("GQA", "experts", "experts, a shared one", "MLA", "dropout")
@@ -95,6 +98,7 @@ def _modules(case: ModelCase) -> tuple[str, ...]:
         modules += ("expert_fc1", "moe_act")
         modules += () if "moe_act" in recomputed else ("expert_fc2",)
         shared = "moe_shared_expert_intermediate_size" in options
+        shared = shared and "shared_experts" not in recomputed
         modules += ("shared_experts",) if shared else ()
     return modules
 
