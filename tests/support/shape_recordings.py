@@ -12,6 +12,7 @@ from megatron_models import _causal_mask
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, micro_batches, train
 
 from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.saved_tensors import CHECKPOINT_INPUTS
 from megatron.slipstream.plan.trace import Trace
 
 
@@ -59,8 +60,10 @@ def _record(
     )
     saved_bytes = _saved_bytes(case, build_chunks(case, config)[0])
     install.uninstall()
-    manager: Any = install.install(OffloadConfig(offload_backend="cpu"))
-    config = make_config(case, modules)
+    moves_inputs = CHECKPOINT_INPUTS in modules
+    options = OffloadConfig(offload_backend="cpu", offload_checkpoint_inputs=moves_inputs)
+    manager: Any = install.install(options)
+    config = make_config(case, [name for name in modules if name != CHECKPOINT_INPUTS])
     train(case, config, build_chunks(case, config), (count, count))
     trace, d2h_bytes = manager.plan.trace, manager.report.d2h_bytes
     install.uninstall()

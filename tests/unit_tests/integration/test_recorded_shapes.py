@@ -18,7 +18,11 @@ from tiny_gpt import DENSE_MODULES, ModelCase
 
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.model_shapes import ModelShape
-from megatron.slipstream.estimate.saved_tensors import marked_modules, saved_tensors
+from megatron.slipstream.estimate.saved_tensors import (
+    CHECKPOINT_INPUTS,
+    marked_modules,
+    saved_tensors,
+)
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
@@ -37,6 +41,11 @@ def _case(kind: str, bf16: bool = True, num_layers: int = 2, **overrides: Any) -
 
 
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+WHOLE_LAYERS = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 MODELS: dict[str, ModelCase] = {
     "GQA": _case("dense"),
     "GQA, fp32": _case("dense", bf16=False),
@@ -74,9 +83,17 @@ MODELS: dict[str, ModelCase] = {
     "shared experts recomputed": _case(
         "moe", moe_shared_expert_intermediate_size=96, **_recompute("shared_experts")
     ),
+    "whole layers recomputed": _case("moe", **WHOLE_LAYERS),
 }
 
-WITH_ONE_MORE_LAYER = ("GQA", "experts", "experts, a shared one", "MLA", "dropout")
+WITH_ONE_MORE_LAYER = (
+    "GQA",
+    "experts",
+    "experts, a shared one",
+    "MLA",
+    "dropout",
+    "whole layers recomputed",
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +108,8 @@ def recordings() -> dict[str, Recording]:
 
 def _modules(case: ModelCase) -> tuple[str, ...]:
     options, modules = case.overrides, DENSE_MODULES
+    if options.get("recompute_granularity") == "full":
+        return (CHECKPOINT_INPUTS, "core_attn")
     recomputed = options.get("recompute_modules", ())
     if case.kind != "moe" and "mlp" not in recomputed:
         modules += MLP_MODULES
