@@ -50,7 +50,11 @@ class LayerBoundaries:
         self._peak = self._absent = 0
         self.has_memory = False
         """Whether memory is read in that iteration."""
-        self._gradients_before = 0
+        self._gradient_bytes = 0
+        """Bytes of gradients that parameters had at the last boundary."""
+        self._keeps_gradients = False
+        """Whether parameters keep the gradients that backward makes, as far as is known. Data
+        parallelism adds them to buffers at once."""
 
     def watch(self, modules: Sequence[torch.nn.Module], layers: Sequence[RankLayer]) -> None:
         """Set hooks on the layers of a model; undo those that were set before.
@@ -87,8 +91,7 @@ class LayerBoundaries:
         self.is_on, self.has_memory = True, has_memory
         if has_memory:
             self._engine.recorder.observer = self
-            gradients = self._engine.store.backend.gradients
-            self._gradients_before = 0 if gradients is None else gradients.count()
+            self._count_gradients()
             self._engine.store.backend.begin_peak(PEAK)
 
     def end(self) -> None:
@@ -107,6 +110,7 @@ class LayerBoundaries:
         reading = backend.memory() if self.has_memory else None
         if reading is not None:
             self.before_mark()
+            self._count_gradients()
             nbytes = reading[0] + self._absent - self._gradient_bytes
         if place is Place.LAYER:
             self._groups[engine.pass_index, layer] = engine.num_groups
@@ -118,14 +122,18 @@ class LayerBoundaries:
         """Note the peak so far: a mark's actions are about to change what is on the device."""
         recorder, backend = self._engine.recorder, self._engine.store.backend
         recorder.keep_peak()
-        peak = backend.peak_bytes(PEAK) + self._absent - self._gradient_bytes
+        made = recorder.gradient_bytes if self._keeps_gradients else None
+        gradient_bytes = self._gradient_bytes if made is None else made
+        peak = backend.peak_bytes(PEAK) + self._absent - gradient_bytes
         self._peak = max(self._peak, peak)
         backend.begin_peak(PEAK)
 
-    @property
-    def _gradient_bytes(self) -> int:
-        now = self._engine.recorder.gradient_bytes
-        return self._gradients_before if now is None else now
+    def _count_gradients(self) -> None:
+        gradients = self._engine.store.backend.gradients
+        before = self._gradient_bytes
+        self._gradient_bytes = 0 if gradients is None else gradients.count()
+        if self._gradient_bytes > before and self._found:
+            self._keeps_gradients = self._gradient_bytes == self._engine.recorder.gradient_bytes
 
     def after_mark(self) -> None:
         """Begin to measure after a mark's actions."""

@@ -225,7 +225,8 @@ class MemoryBudget:
             return  # The device has not finished it.
         if not is_timed or boundaries is None:
             boundaries = self._boundaries.without_times()
-        before, limits = relaxation.assignment, self._find_limits()
+        limits = self._find_limits()
+        before = relaxation.assignment, relaxation.stage is Stage.FRUGAL
         scale = 1 / larger if larger else 1.0
         relaxation.note(boundaries, self._movable_bytes, self.activation_bytes, scale)
         relaxation.take(_largest(relaxation.numbers()))
@@ -235,7 +236,8 @@ class MemoryBudget:
             relaxation.advance(agreed)
         except NothingFitsError as error:
             raise self._nothing_fits(error) from error
-        if relaxation.assignment != before:
+        # The first iteration may have seen no gradients that stay, so its plan does not.
+        if before != (relaxation.assignment, False):
             self._follow(relaxation, limits)
         elif relaxation.is_settled:
             self._tell_of_the_end(relaxation)

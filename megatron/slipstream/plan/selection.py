@@ -118,19 +118,16 @@ def select(
 
 
 def _fits_without_moving(trace: Trace, options: PolicyOptions) -> bool:
-    """Return whether the device peak is within a budget, wherever gradients are allocated.
+    """Return whether the device peak is within a budget with nothing moved.
 
-    A budget's iterations are like those that follow. Before another target's first plan from times,
-    gradients may not have been seen yet.
+    A budget's iterations are recorded again before they settle. Another target's first plan may
+    not have seen gradients that stay.
     """
     target_bytes = options.target_memory_bytes
     is_budget = options.target_option != PolicyOptions.target_option
     if target_bytes is None or not is_budget or not trace.memory:
         return False
-    gradient_bytes = max(m.peak_bytes - m.peak_beside_gradients_bytes for m in trace.memory)
-    beside = IterationModel(trace).present_beside_gradients_bytes
-    most = max(trace.present_bytes)
-    return (most if beside is None else max(most, beside.max() + gradient_bytes)) <= target_bytes
+    return max(trace.present_bytes) <= target_bytes
 
 
 def _select_by_count(

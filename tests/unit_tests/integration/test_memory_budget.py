@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tiny_gpt import build_chunks, initialize, make_config, train_steps
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install, layer_settings
+from megatron.slipstream.integration.memory_budget_rules import complete_arguments
 from megatron.slipstream.plan.relaxation import Stage
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, describe_setting
 
@@ -22,8 +24,8 @@ NORM = {"normalization": "LayerNorm"}
 """One operation, as Transformer Engine's norms are."""
 DENSE = ModelCase("dense", num_layers=6, overrides=NORM)
 MIXED = ModelCase("mixed", num_layers=4, overrides=NORM)
-NUM_STEPS = 14
-MAX_UNTIL_SETTLED = 12
+NUM_STEPS = 12
+MAX_UNTIL_SETTLED = 11
 
 
 def _train(case: ModelCase, budget: float, counts: tuple[int, ...] = (2,) * NUM_STEPS) -> Budgeted:
@@ -158,3 +160,41 @@ def test_without_readings_of_memory_layers_stay_recomputed_and_a_warning_says_so
 def test_auto_needs_a_device_with_an_end() -> None:
     with pytest.raises(ValueError, match="activation_memory_budget='auto' .* set the GiB"):
         install.install(OffloadConfig(offload_backend="cpu", activation_memory_budget="auto"))
+
+
+@pytest.mark.parametrize(
+    "model, has, lacks",
+    [
+        ({}, {"core_attn", "mlp_fc2"}, {"expert_fc1", "fused_group_mlp", "mla_up_proj"}),
+        ({"num_experts": 4, "moe_grouped_gemm": True}, {"expert_fc1", "expert_fc2"}, set()),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, set(), {"mlp_fc2"}),
+    ],
+    ids=str,
+)
+def test_the_flag_alone_moves_all_that_the_model_can(
+    model: dict[str, Any], has: set[str], lacks: set[str]
+) -> None:
+    args = SimpleNamespace(
+        **{
+            "activation_memory_budget": 1.0,
+            "fine_grained_activation_offloading": False,
+            "offload_modules": None,
+            "num_experts": None,
+            "multi_latent_attention": False,
+            **model,
+        }
+    )
+    complete_arguments(args)
+    assert args.fine_grained_activation_offloading
+    assert has <= set(args.offload_modules)
+    assert not lacks & set(args.offload_modules)
+
+
+def test_modules_that_are_given_stay_as_they_are() -> None:
+    args = SimpleNamespace(
+        activation_memory_budget="auto",
+        fine_grained_activation_offloading=True,
+        offload_modules=["core_attn"],
+    )
+    complete_arguments(args)
+    assert args.offload_modules == ["core_attn"]
