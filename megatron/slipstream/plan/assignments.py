@@ -36,10 +36,12 @@ MAX_UNITS = 24
 """Maximum number of units (layers or runs of layers) that are searched first."""
 MAX_STEPS_OF_SEARCH = 16_000
 """Maximum total steps of the iterations that one search composes or times."""
-MAX_STEPS_OF_REFINING = 3_000
+MAX_STEPS_OF_REFINING = 1_000
 """Maximum total steps of the iterations that are timed to improve what moves in one assignment."""
 MAX_UNITS_IN_PAIRS = 8
 """Maximum number of units of which any two are changed at once."""
+NUM_HOPEFUL = 2
+"""Number of assignments that are planned although the search finds that they exceed the budget."""
 NUM_POLISHED = 3
 """Number of assignments that are improved unit by unit."""
 NEAR = 1e-3
@@ -181,6 +183,8 @@ class Judge:
         self._scale = len(rank.schedule) / len(self._rank.schedule)
         self._limits = limits
         self._refines = refines
+        self.input_bytes = self._input_bytes(rank) if refines else 0
+        """Bytes of the model's inputs that the search lets stay although they may move."""
         self.scores: dict[Assignment, Score] = {}
         self.unlimited = Score(math.inf, math.inf)
         """The best score of an assignment that needs more host memory than there is."""
@@ -196,6 +200,13 @@ class Judge:
                 {s: count * t.compute_ms for s, t in rank.templates[kind].items()}
                 for kind in chunk.kinds
             ]
+
+    def _input_bytes(self, rank: RankTemplates) -> int:
+        if not rank.chunks[0].is_first or not rank.kinds:
+            return 0
+        storages = (item.storages for item in rank.templates[rank.kinds[0]].values())
+        inputs = [item.nbytes for item in itertools.chain.from_iterable(storages) if item.is_input]
+        return max(inputs, default=0) * sum(item.direction == "F" for item in self._rank.schedule)
 
     def compute_ms(self, assignment: Assignment) -> float:
         """Return the time of an iteration without waits for copies."""
@@ -275,9 +286,22 @@ class AssignmentSearch:
         return not min(self._judge.scores.values()).is_near(self._judge.unlimited)
 
     def finalists(self) -> Iterator[tuple[Assignment, Score]]:
-        """Yield the assignments of layers that were scored, best first."""
+        """Yield the assignments of layers that were scored, best first.
+
+        A few come before that may be better: they exceed the budget by what the model's input
+        takes, which the search lets stay.
+        """
         scores = self._judge.scores
-        for assignment in sorted(scores, key=self._judge.score):
+        best = min(scores.values())
+        hopeful = [
+            (score.total_ms, assignment)
+            for assignment, score in scores.items()
+            if 0 < score.excess_bytes <= self._judge.input_bytes
+            and not best.is_near(Score(0.0, score.total_ms))
+        ]
+        hopeful.sort(key=lambda item: item[0])
+        first = [assignment for _, assignment in hopeful[:NUM_HOPEFUL]]
+        for assignment in dict.fromkeys((*first, *sorted(scores, key=self._judge.score))):
             yield self._units.expanded(assignment), scores[assignment]
 
     def run(self, start: Optional[Assignment], size: int) -> Assignment:

@@ -34,7 +34,7 @@ MAX_STEPS_PLANNED = 4_000
 """Maximum number of steps of an iteration that is planned as a whole."""
 MAX_STEPS_OF_CHANGES = 10_000
 """Maximum total steps of the iterations that are timed to improve what moves in one plan."""
-NUM_FINALISTS = 3
+NUM_FINALISTS = 5
 """Number of assignments for which the whole iteration is planned, at most."""
 
 

@@ -90,6 +90,19 @@ def test_no_assignment_of_a_small_model_is_faster(shape: ModelShape, share: floa
     assert choice.total_ms <= best_ms * 1.01
 
 
+def test_an_assignment_that_fits_because_the_models_input_moves_is_found() -> None:
+    layers = (True, True, True, True, False)
+    rank = rank_of(replace(MIXED, num_layers=5, seq_length=32768, moe_layers=layers), 50.0)
+    budget = budget_of(rank, 0.2917)
+    best = (WHOLE, WHOLE, WHOLE, MOE_ACT, MLP)
+    options = PolicyOptions(target_memory_bytes=budget)
+    plan = build_plan(rank.compose(best, marks_all=True), options, MAX_STEPS_OF_CHANGES)
+    assert max(plan.device_bytes) <= budget
+    choice = choose(rank, budget)
+    assert choice.fits
+    assert choice.total_ms <= simulate(plan).total_ms
+
+
 @pytest.mark.parametrize("share", [0.7, 0.4])
 def test_no_setting_of_all_layers_with_fewer_modules_is_faster(share: float) -> None:
     rank = rank_of(LONGER)
