@@ -36,6 +36,8 @@ MAX_TARGETS = 4
 """The most targets of plans that are tried until an assignment's first iteration fits, too."""
 _ASSUMED = Bandwidth(50.0, 50.0, 40.0, 40.0)
 """The bandwidth of copies where it cannot be measured."""
+MAX_CHOICES = 2
+"""The most chosen assignments that are measured."""
 MAX_TRIALS = 2
 """The most assignments in which single layers try settings; each has two iterations."""
 
@@ -205,13 +207,15 @@ class Relaxation:
 
     def _settle_or_choose(self, limits: Limits) -> Assignment:
         chosen = self.choose(limits)
-        is_same = chosen.assignment == self.assignment
-        self.predicted = chosen
         self._num_choices += 1
-        if is_same or self._num_choices > 2:
-            self.stage = Stage.SETTLED
+        allowed = limits.device_bytes - limits.resident_bytes
+        if self._num_choices > MAX_CHOICES and self._activation_bytes <= allowed:
+            self.stage = Stage.SETTLED  # on what was measured
             return self.assignment
-        self.assignment, self.stage = chosen.assignment, Stage.RECORDED
+        is_same = chosen.assignment == self.assignment
+        self.predicted, self.assignment = chosen, chosen.assignment
+        is_last = is_same or self._num_choices > MAX_CHOICES
+        self.stage = Stage.SETTLED if is_last else Stage.RECORDED
         return self.assignment
 
     # Trials.

@@ -119,16 +119,17 @@ def machines(number: int) -> Iterator[Machine]:
         yield Machine(layers, held, draw.randint(0, 500), draw.randint(0, 2000))
 
 
-def relax(machine: Machine, allowed: int, later: int = 0) -> tuple[Relaxation, list[int]]:
-    """Iterations until settled; the activations of each. ``later``: allowed after a choice ran."""
+def relax(machine: Machine, allowed: int, *later: int) -> tuple[Relaxation, list[int]]:
+    """Iterations until settled; the activations of each. ``later``: allowed after each choice."""
     relaxation = Relaxation(machine.layers, PolicyOptions())
     needed = []
+    following = iter(later)
     while not relaxation.is_settled and len(needed) <= MAX_ITERATIONS:
         boundaries, _ = machine.run(relaxation)
         needed.append(machine.peak(relaxation, allowed))
         relaxation.note(boundaries, machine.movable(relaxation), needed[-1])
-        if later and relaxation.predicted is not None and relaxation.stage is Stage.TIMED:
-            allowed = later
+        if relaxation.predicted is not None and relaxation.stage is Stage.TIMED:
+            allowed = next(following, allowed)
         relaxation.advance(Limits(RESIDENT + allowed, RESIDENT, RESIDENT, LINK))
     return relaxation, needed
 
@@ -233,6 +234,15 @@ def test_what_a_choice_needed_beyond_its_prediction_counts_for_the_next_one(num_
     assert relaxation.stage is Stage.SETTLED
     assert machine.run(relaxation)[1] <= later
     assert relaxation.assignment != relaxation.frugal
+
+
+def test_a_limit_that_falls_again_after_the_second_choice_is_kept() -> None:
+    machine = dense(4)
+    relaxation, _ = relax(machine, 100_000, 3900, 3000)
+    assert relaxation.stage is Stage.SETTLED
+    assert relaxation.predicted is not None
+    assert relaxation.predicted.assignment == relaxation.assignment
+    assert machine.run(relaxation)[1] <= 3000
 
 
 @pytest.mark.parametrize("num_kept", [5, 6])
