@@ -169,7 +169,7 @@ def test_auto_needs_a_device_with_an_end() -> None:
         ({"num_experts": 4, "moe_grouped_gemm": True}, {"expert_fc1", "expert_fc2"}, set()),
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, set(), {"mlp_fc2"}),
     ],
-    ids=str,
+    ids=["dense", "experts", "MLP recomputed"],
 )
 def test_the_flag_alone_moves_all_that_the_model_can(
     model: dict[str, Any], has: set[str], lacks: set[str]
