@@ -358,6 +358,29 @@ class OffloadEngine:
         """Discard a pass that has ended; nothing is recorded from it."""
         self._clear_iteration()
 
+    @property
+    def has_earlier_passes(self) -> bool:
+        """Whether backward of other passes than the latest is still to come."""
+        now = self._now
+        return any(chunk.awaits_backward for chunk in now.passes if chunk is not now.chunk)
+
+    def discard_pass(self) -> None:
+        """Discard the forward pass that has failed; the iteration goes on.
+
+        Neither the failed pass nor those before it are in what is recorded of the iteration, so
+        that no plan is made from it. Call once all references to what the pass has saved are gone.
+
+        Raises:
+            RuntimeError: Backward of an earlier pass is still to come.
+        """
+        if self.has_earlier_passes:
+            raise RuntimeError("a pass cannot be discarded while others wait for their backward")
+        before = self._now
+        self._clear_iteration()
+        self.store.recover()
+        self._now.has_begun, self._now.is_incomplete = before.has_begun, True
+        self._next_plan = None
+
     def finish_report(self) -> None:
         """Add the times of iterations that the device has finished to the report."""
         self._report_builder.finish(self._last_plan, self.wanted_modules)

@@ -25,15 +25,44 @@ def size_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[float]:
     Returns:
         The size; None if it cannot be told.
     """
+    shape = shape_of(chunk, tensors)
+    if shape is None:
+        return None
+    length, batch = shape
+    return float(batch * length * (length if _has_scores(chunk) else 1))
+
+
+def shape_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[tuple[int, int]]:
+    """Return the sequence length and the batch of a micro-batch; None if they cannot be told.
+
+    Args:
+        chunk: As for :func:`size_of`.
+        tensors: As for :func:`size_of`.
+    """
     received = getattr(getattr(chunk, "decoder", None), "input_tensor", None)
     ids = [item for item in tensors if item.dim() == 2 and not item.is_floating_point()]
     if ids:
         batch, length = ids[0].shape
-    elif isinstance(received, torch.Tensor):
-        length, batch = received.shape[:2]
-    else:
-        return None
-    return float(batch * length * (length if _has_scores(chunk) else 1))
+        return length, batch
+    if isinstance(received, torch.Tensor):
+        return received.shape[0], received.shape[1]
+    return None
+
+
+def smaller_sizes(share: float, shape: tuple[int, int]) -> list[str]:
+    """Return settings with which a micro-batch takes a share of its memory.
+
+    Args:
+        share: The share.
+        shape: The sequence length and the batch of the micro-batch.
+    """
+    length, batch = shape
+    cures = []
+    if batch > 1 and int(batch * share):
+        cures.append(f"micro_batch_size to at most {int(batch * share)} (it is {batch})")
+    if int(length * share):
+        cures.append(f"seq_length to at most {int(length * share)} (it is {length})")
+    return cures
 
 
 def _has_scores(chunk: Any) -> bool:

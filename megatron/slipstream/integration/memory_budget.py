@@ -24,7 +24,11 @@ from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEn
 from megatron.slipstream.fine_grained_activation_offload.layer_report import LayerReport
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.integration import layer_settings
-from megatron.slipstream.integration.batch_sizes import size_of
+from megatron.slipstream.integration.batch_sizes import (
+    shape_of,
+    size_of,
+    smaller_sizes,
+)
 from megatron.slipstream.integration.engine_setup import host_limit
 from megatron.slipstream.integration.layer_boundaries import LayerBoundaries
 from megatron.slipstream.integration.optimizer_memory import optimizer_host_bytes
@@ -81,6 +85,8 @@ class MemoryBudget:
         """Whether layers had other settings in part of this iteration, so that it says nothing."""
         self._frugal_stages: set[int] = set()
         """Virtual stages whose layers are at their most frugal settings for one micro-batch."""
+        self._has_run_out = False
+        """Whether device memory ran out in this iteration, so that layers stay frugal in it."""
         self._left_bytes = 0
         """What the first iteration left allocated beside gradients."""
         self._movable_bytes: list[int] = []
@@ -88,7 +94,7 @@ class MemoryBudget:
         """The device peak of the last iteration."""
         self._is_blind = False
         """Whether the backend does not count memory."""
-        self._has_rescued = False
+        self._has_rescued = self._has_repeated = False
 
     @property
     def is_settled(self) -> bool:
@@ -193,7 +199,7 @@ class MemoryBudget:
             self._frugal_stages.clear()
             for chunk in self._chunks:
                 layer_settings.give(relaxation.assignment, self._chunks, chunk)
-        self._size, self._is_spoiled = 0.0, False
+        self._size, self._is_spoiled, self._has_run_out = 0.0, False, False
         engine.store.backend.begin_peak(PEAK)
 
     def _stay_frugal(self, relaxation: Relaxation) -> None:
@@ -283,6 +289,8 @@ class MemoryBudget:
         # A plan for a target may need all that is allowed.
         has_target = self._engine.options.target_memory_bytes is not None
         needed = self._allowed_bytes if has_target else relaxation.activation_bytes
+        if self._has_run_out:
+            return
         if share > 1 and needed * share > self._allowed_bytes:
             self._make_frugal(chunk, share)
         elif stage in self._frugal_stages:
@@ -304,6 +312,65 @@ class MemoryBudget:
         self._has_rescued = self._is_spoiled = True
         self._frugal_stages.add(stage)
         layer_settings.make_frugal(chunk)
+
+    # Device memory that runs out in spite of all.
+
+    def rescue(
+        self, chunk: torch.nn.Module, tensors: Sequence[torch.Tensor], tried_bytes: int
+    ) -> None:
+        """Make the layers of a chunk frugal until the iteration ends: device memory ran out.
+
+        Args:
+            chunk: The chunk.
+            tensors: Its arguments.
+            tried_bytes: Bytes of the allocation that failed.
+        """
+        length, batch = shape_of(chunk, tensors) or (0, 0)
+        if not self._has_repeated:
+            logger.warning(
+                "rank %d: device memory ran out in the forward of a micro-batch of %d x %d tokens "
+                "within activation_memory_budget=%s: what it had saved is freed, every layer is "
+                "recomputed until the iteration ends, and the forward is repeated (%s were asked "
+                "for)",
+                self._engine.report.rank,
+                batch,
+                length,
+                self._budget,
+                format_bytes(tried_bytes),
+            )
+        self._has_repeated = self._has_run_out = self._is_spoiled = True
+        self._frugal_stages.add(_stage(chunk))
+        layer_settings.make_frugal(chunk)
+
+    def out_of_memory(
+        self,
+        chunk: torch.nn.Module,
+        tensors: Sequence[torch.Tensor],
+        tried_bytes: int,
+        because: str,
+    ) -> torch.OutOfMemoryError:
+        """Return the error for a forward that ran out of memory and is not repeated.
+
+        Args:
+            chunk: The chunk.
+            tensors: Its arguments.
+            tried_bytes: Bytes of the allocation that failed.
+            because: Why it is not repeated.
+        """
+        peak_bytes = 0 if self._is_blind else self._engine.store.backend.peak_bytes(PEAK)
+        used_bytes = max(0, peak_bytes - self._limits.resident_bytes)
+        needed_bytes = used_bytes + tried_bytes
+        share = used_bytes / max(1, needed_bytes)
+        cures = smaller_sizes(share, shape_of(chunk, tensors) or (0, 0))
+        less_gib = math.floor((used_bytes - tried_bytes) / 2**30 * 100) / 100
+        if less_gib > 0 and not self._has_run_out:
+            cures.insert(0, f"activation_memory_budget to at most {less_gib:.2f}")
+        return torch.OutOfMemoryError(
+            f"activation_memory_budget={self._budget} is not supported with this micro-batch "
+            f"because rank {self._engine.report.rank} ran out of device memory with "
+            f"{format_bytes(used_bytes)} of activations, and {because}; "
+            + ("set " + ", or ".join(cures) if cures else "spread the model over more devices")
+        )
 
     # Limits, and what ranks agree on.
 
@@ -356,11 +423,7 @@ class MemoryBudget:
         cures = [f"set activation_memory_budget to {needed_gib:.2f} or more"]
         if self._budget == "auto":
             cures = ["spread the model over more devices"]
-        length, batch = self._boundaries.shape
-        if batch > 1 and int(batch * share):
-            cures.append(f"micro_batch_size to at most {int(batch * share)} (it is {batch})")
-        if int(length * share):
-            cures.append(f"seq_length to at most {int(length * share)} (it is {length})")
+        cures += smaller_sizes(share, self._boundaries.shape)
         return ValueError(
             f"activation_memory_budget={self._budget} is not supported with this model because "
             f"rank {self._engine.report.rank} needs {format_bytes(error.needed_bytes)} for "

@@ -29,7 +29,7 @@ from megatron.core.pipeline_parallel import fine_grained_activation_offload as m
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.integration import compat
+from megatron.slipstream.integration import compat, rescue
 from megatron.slipstream.integration.engine_setup import host_limit
 from megatron.slipstream.integration.gradients import Gradients
 from megatron.slipstream.integration.p2p_sync import disable_p2p_host_sync
@@ -287,6 +287,18 @@ class Router:
             if manager is not None:
                 manager.run_in_nodes()
             return nodes
+
+    def call(self, chunk: Any, inputs: Any, run: Callable[[], Any]) -> Any:
+        """Call ``chunk`` by ``run``; with a budget, once more if device memory runs out."""
+
+        def attempt() -> Any:
+            with self.calling(chunk, inputs):
+                return run()
+
+        manager = self.manager_of(chunk) if self.is_training else None
+        if manager is None or manager.budget is None:
+            return attempt()
+        return rescue.call(manager, manager.budget, chunk, inputs, attempt)
 
     @contextlib.contextmanager
     def calling(self, chunk: Any, inputs: Any = ()) -> Iterator[None]:

@@ -8,7 +8,6 @@ and through ``build_schedule_plan`` if layers run in nodes.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from functools import partial
@@ -63,13 +62,15 @@ def _call(chunk: Any, *arguments: Any, **options: Any) -> Any:
     if not _offloads(chunk):
         return plain(chunk, *arguments, **options)
     router = _router()
-    inputs = (arguments, options)
-    with router.calling(chunk, inputs) if router is not None else contextlib.nullcontext():
+
+    def run() -> Any:
         output = plain(chunk, *arguments, **options)
         engine = marking_engine()
         if engine is not None:
             engine.mark_gradient(StepKind.BACKWARD_START, tensors_in(output))
         return output
+
+    return run() if router is None else router.call(chunk, (arguments, options), run)
 
 
 def _offloads(chunk: Any) -> bool:

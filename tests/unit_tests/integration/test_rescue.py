@@ -1,0 +1,108 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A forward that runs out of device memory is repeated once, and changes no bit; or one error."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from exhausted_gpt import Exhausted, train_exhausted, train_without_restoring
+from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
+from ranks import run_ranks
+
+from megatron.slipstream.integration import rescue
+from megatron.slipstream.plan.settings import WHOLE
+
+NORM = {"normalization": "LayerNorm", "hidden_dropout": 0.1, "attention_dropout": 0.1}
+DENSE = ModelCase("dense", num_layers=3, overrides=NORM)
+ROUTED = {
+    "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [0.01, 0.01],
+    "moe_z_loss_coeff": 0.001,
+}
+MOE = ModelCase("moe", num_layers=3, overrides={**NORM, **ROUTED})
+BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+MOE_BIASED = ModelCase("moe", num_layers=3, overrides={**NORM, **BIASED})
+COUNTS = (2,) * 9
+LATE = 2 * 7 + 1
+"""A call in an iteration whose layers are no longer at their most frugal settings."""
+
+
+def _train(
+    case: ModelCase,
+    calls: tuple[int, ...],
+    module: str = "decoder.layers.1",
+    options: Any = None,
+    changed: str = "",
+    train: Any = train_exhausted,
+) -> Exhausted:
+    modules = DENSE_MODULES if case.kind == "dense" else MOE_MODULES
+    arguments = (case, modules, module, calls, COUNTS, options or {}, changed)
+    (result,) = run_ranks(1, train, *arguments)
+    return result
+
+
+def _is_equal(left: Exhausted, right: Exhausted) -> bool:
+    pairs = [*zip(left.results, right.results, strict=True), (left.state, right.state)]
+    return all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("case", [DENSE, MOE, MOE_BIASED], ids=["dense", "moe", "biased"])
+def test_a_repeated_forward_changes_no_bit(case: ModelCase) -> None:
+    plain = _train(case, ())
+    assert len(plain.results) == len(COUNTS)
+    last = "decoder.layers.2"
+    inside = f"{last}.self_attention.linear_proj"
+    for module, calls in ((inside, (0,)), (last, (3,)), (inside, (LATE,)), (last, (14, 16))):
+        result = _train(case, calls, module)
+        assert len(result.settings) == len(calls)
+        assert (set(result.settings[0]) == {WHOLE}) == (calls[0] == 0)
+        assert result.errors == []
+        assert _is_equal(plain, result)
+        assert result.in_use_bytes == 0
+        assert result.num_iterations == plain.num_iterations
+        (warning,) = [text for text in result.warnings if "ran out" in text]
+        assert "the forward is repeated (2.0 MiB" in warning
+        assert not any("ended before its backward" in text for text in result.warnings)
+    assert not _is_equal(plain, _train(case, (3,), train=train_without_restoring))
+
+
+def test_where_the_second_attempt_fails_one_error_names_what_would_fit() -> None:
+    result = _train(DENSE, (LATE, LATE + 1))
+    assert len(result.settings) == 2
+    assert len(result.errors) == 2
+    assert "activation_memory_budget=0.01 is not supported" in result.errors[0]
+    assert "every layer was recomputed in a second attempt" in result.errors[0]
+    assert "seq_length to at most" in result.errors[0]
+    assert result.errors[1].startswith("CUDA out of memory")
+
+
+def test_other_ranks_wait_so_that_it_is_not_repeated() -> None:
+    result = _train(DENSE, (LATE,), options={"tensor_model_parallel_size": 2})
+    assert "with tensor_model_parallel_size=2 other ranks wait" in result.errors[0]
+    assert result.errors[1].startswith("CUDA out of memory")
+    assert not any("ran out" in text for text in result.warnings)
+
+
+def test_a_buffer_that_cannot_be_restored_is_named() -> None:
+    name = "decoder.layers.0.mlp.router.expert_bias"
+    result = _train(MOE_BIASED, (LATE,), changed=name)
+    assert f"it may have changed buffer {name}" in result.errors[0]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("context_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size"),
+        *("fp8", "moe_shared_expert_overlap"),
+    ],
+)
+def test_where_it_cannot_be_repeated_the_reason_names_the_option(option: str) -> None:
+    chunk: Any = torch.nn.Linear(1, 1)
+    chunk.config = SimpleNamespace(**{option: 2})
+    assert option in str(rescue.why_not(chunk))
+    chunk.config = SimpleNamespace(**{option: None})
+    assert rescue.why_not(chunk) is None
