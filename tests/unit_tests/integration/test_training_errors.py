@@ -211,6 +211,7 @@ def test_megatron_s_own_attention_on_a_gpu_takes_no_packed_sequences(
         sequence_packing=packing,
         transformer_impl=implementation,
         fine_grained_activation_offloading=False,
+        activation_memory_budget=None,
         eval_interval=1,
         full_validation=False,
         skip_train=False,
