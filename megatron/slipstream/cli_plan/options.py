@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.slipstream.config import AUTO_OVERHEAD_PERCENT, parse_percent
+from megatron.slipstream.estimate.gpus import ACHIEVED_SHARE, GPUS
 
 _EPILOG = """\
 Examples with a recorded trace (training writes one with --offload-trace-path trace.json):
@@ -320,7 +321,8 @@ def _add_gpu(group: argparse._ArgumentGroup) -> None:
         "--achieved-share",
         type=float,
         metavar="SHARE",
-        help="fraction of its peak rate that matrix products reach (default: 0.65)",
+        help="fraction of its peak rate that matrix products reach (default: "
+        f"{ACHIEVED_SHARE:g}, on an h100 {GPUS['h100'].achieved_share:g})",
     )
     group.add_argument("--tflops", type=float, metavar="T", help="their rate in TFLOP/s, instead")
     group.add_argument(
