@@ -22,6 +22,7 @@ from benchmarks.fit_process import Worker
 from benchmarks.fit_search import NotMeasured, find_longest
 from benchmarks.fit_ways import WAYS, Setup
 from benchmarks.rows import Row, RowWriter, read_rows
+from megatron.slipstream.cli_plan.options import parse_tokens
 from megatron.slipstream.tiles.options import parse_tiles
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,18 +79,6 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-
-
-def parse_tokens(text: str) -> int:
-    """Return a number of tokens such as ``10240`` or ``10k``.
-
-    Raises:
-        argparse.ArgumentTypeError: It is neither.
-    """
-    try:
-        return int(text[:-1]) * 1024 if text[-1:] in ("k", "K") else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 8192 or 8k") from None
 
 
 def _parse_lengths(text: str) -> list[int]:
