@@ -181,18 +181,35 @@ AUTO_OVERHEAD_PERCENT = 1.0
 """Overhead limit of 'auto', in percent."""
 
 
+def parse_number_or_auto[N: (int, float)](
+    text: str, number: type[N], name: str
+) -> Union[N, Literal["auto"]]:
+    """Parse a value from the command line: a number or 'auto'.
+
+    Args:
+        text: The value as typed.
+        number: The type of the number.
+        name: The number's name in the error, such as ``"an integer"``.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is neither.
+    """
+    if text == "auto":
+        return "auto"
+    try:
+        return number(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither {name} nor 'auto'") from None
+
+
 def parse_percent(text: str) -> float:
     """Parse an overhead limit from the command line: a number or 'auto'.
 
     Raises:
         argparse.ArgumentTypeError: The text is neither.
     """
-    if text == "auto":
-        return AUTO_OVERHEAD_PERCENT
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'") from None
+    percent = parse_number_or_auto(text, float, "a number")
+    return AUTO_OVERHEAD_PERCENT if percent == "auto" else percent
 
 
 def parse_budget(text: str) -> Union[float, Literal["auto"]]:
@@ -201,12 +218,7 @@ def parse_budget(text: str) -> Union[float, Literal["auto"]]:
     Raises:
         argparse.ArgumentTypeError: The text is neither.
     """
-    if text == "auto":
-        return "auto"
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'") from None
+    return parse_number_or_auto(text, float, "a number")
 
 
 def _is_at_least_0(value: Any) -> bool:

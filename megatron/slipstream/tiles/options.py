@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Union
 
+from megatron.slipstream.config import parse_number_or_auto
 from megatron.slipstream.model_rules import MOE_MODULE_NAMES, graphed_modules
 from megatron.slipstream.module_rules import OF_DENSE_MLP
 from megatron.slipstream.plan.tiles import NumTiles
@@ -31,12 +31,7 @@ def parse_tiles(text: str) -> NumTiles:
     Raises:
         argparse.ArgumentTypeError: The text is neither.
     """
-    if text == "auto":
-        return "auto"
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither an integer nor 'auto'") from None
+    return parse_number_or_auto(text, int, "an integer")
 
 
 _TILES = {"argparse_meta": {"type": parse_tiles, "metavar": "N"}}
