@@ -92,9 +92,34 @@ def train_within(
             the activations of the last step.
     """
     with patch.object(tiny_gpt, "run_step", _of_lengths(lengths)):
-        return _train_within(
-            rank, world_size, port, case, modules, backend, budget, counts, offload
-        )
+        initialize(case, rank, world_size, port)
+        expected, baseline = switched_off(case, counts, backend, reads_memory=True)
+        install.uninstall()
+        chunks = build_chunks(case, make_config(case))
+        parameters = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
+        del chunks
+        activations = baseline - parameters  # its weights existed before
+        result = Budgeted(int(budget * activations))
+        options = {
+            "activation_memory_budget": result.budget_bytes / GIB,
+            "offload_backend": backend,
+        }
+        manager = install.install(OffloadConfig(**options))
+        config = make_config(case, modules, **(offload or {}))
+        with memory_counted(manager.store.backend, on_cpu=True):
+            gc.collect()
+            chunks = build_chunks(case, config)
+            gradients = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
+            steps = _noted(train_steps(case, config, chunks, counts), manager, result, gradients)
+            try:
+                result.difference = first_difference(expected, steps)
+            except ValueError as error:
+                result.error = str(error)
+        manager.finish_report()
+        report = manager.report
+        result.moved_bytes, result.reported_bytes = report.d2h_bytes, report.budget_bytes
+        result.layers = report.layers
+        return result
 
 
 def _of_lengths(lengths: Sequence[int]) -> Any:
@@ -107,44 +132,6 @@ def _of_lengths(lengths: Sequence[int]) -> Any:
         return plain(case, config, chunks, step, *rest)
 
     return run_step
-
-
-def _train_within(
-    rank: int,
-    world_size: int,
-    port: int,
-    case: ModelCase,
-    modules: Sequence[str],
-    backend: str,
-    budget: float,
-    counts: Sequence[int],
-    offload: Optional[dict[str, Any]],
-) -> Budgeted:
-    initialize(case, rank, world_size, port)
-    expected, baseline = switched_off(case, counts, backend, reads_memory=True)
-    install.uninstall()
-    chunks = build_chunks(case, make_config(case))
-    parameters = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
-    del chunks
-    activations = baseline - parameters  # its weights existed before
-    result = Budgeted(int(budget * activations))
-    options = {"activation_memory_budget": result.budget_bytes / GIB, "offload_backend": backend}
-    manager = install.install(OffloadConfig(**options))
-    config = make_config(case, modules, **(offload or {}))
-    with memory_counted(manager.store.backend, on_cpu=True):
-        gc.collect()
-        chunks = build_chunks(case, config)
-        gradients = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
-        steps = _noted(train_steps(case, config, chunks, counts), manager, result, gradients)
-        try:
-            result.difference = first_difference(expected, steps)
-        except ValueError as error:
-            result.error = str(error)
-    manager.finish_report()
-    report = manager.report
-    result.moved_bytes, result.reported_bytes = report.d2h_bytes, report.budget_bytes
-    result.layers = report.layers
-    return result
 
 
 def _noted(
