@@ -246,7 +246,7 @@ class MemoryBudget:
         if before != (relaxation.assignment, False):
             self._follow(relaxation, limits)
         elif relaxation.is_settled:
-            self._tell_of_the_end(relaxation)
+            self._end(relaxation)
         else:
             self._boundaries.begin(has_memory=False)
 
@@ -256,7 +256,7 @@ class MemoryBudget:
         self._engine.change_target(None if self._varies else limits.device_bytes)
         layer_settings.apply(relaxation.assignment, self._chunks)
         if relaxation.is_settled:
-            self._tell_of_the_end(relaxation)
+            self._end(relaxation)
         else:
             self._boundaries.begin(has_memory=True)
 
@@ -431,7 +431,9 @@ class MemoryBudget:
             f"{format_bytes(max(0, error.allowed_bytes))} are allowed; " + ", or ".join(cures)
         )
 
-    def _tell_of_the_end(self, relaxation: Relaxation) -> None:
+    def _end(self, relaxation: Relaxation) -> None:
+        """Measure no more, and say what was chosen."""
+        self._boundaries.stop()  # Hooks of layers would cost each later pass.
         counts = Counter(map(describe_setting, relaxation.assignment))
         predicted = relaxation.predicted
         log = logger.info if self._engine.report.rank == 0 else logger.debug
