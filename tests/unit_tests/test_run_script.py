@@ -330,11 +330,11 @@ def test_a_release_is_installed_once_and_alone(machine: dict[str, str], clone: P
     for _ in range(2):
         result = run("test-release", "0.18.2", env=machine, script=clone)
         assert result.returncode == 0, result.stderr
-    run("test-release", "0.17.1", env=machine, script=clone)
+    run("test-release", "0.19.1", env=machine, script=clone)
     (call,) = release_installs(machine, "0.18.2")
     assert "|--no-deps|" in call
     assert f"|--target|{clone.parent / '.releases' / '0.18.2'}" in call
-    assert len(release_installs(machine, "0.17.1")) == 1
+    assert len(release_installs(machine, "0.19.1")) == 1
     assert len(list((clone.parent / ".releases").iterdir())) == 2
 
 
@@ -493,5 +493,5 @@ def test_ci_runs_lint_docs_and_tests_and_fails_with_any(tmp_path: Path, failing:
     ran = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("ran ")]
     releases = [release for command, *release in ran if command == "test-release"]
     assert [command for command, *_ in ran][:3] == ["lint", "docs", "test"]
-    assert releases == [["0.17.1"], ["0.18.2"]]
+    assert releases == [["0.18.2"]]
     assert result.returncode == (1 if failing else 0)

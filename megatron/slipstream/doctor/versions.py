@@ -29,7 +29,7 @@ PACKAGES = {
     package.name: package
     for package in (
         Package("torch", ">=2.8", "pip install 'torch>=2.8'"),
-        Package("megatron-core", ">=0.17.1,<0.20", "pip install 'megatron-core>=0.17.1,<0.20'"),
+        Package("megatron-core", ">=0.18.2,<0.20", "pip install 'megatron-core>=0.18.2,<0.20'"),
         Package("Transformer Engine", ">=2.14", "pip install 'transformer-engine[pytorch]>=2.14'"),
     )
 }

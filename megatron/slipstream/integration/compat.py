@@ -25,7 +25,6 @@ from megatron.slipstream.patches.releases import (
     has_hybrid_models,
     is_since,
     models_pass_their_rank,
-    pretrain_parses,
     release,
 )
 from megatron.slipstream.patches.training_loop import bound
@@ -349,10 +348,8 @@ def bind_pretrain(args: Any, model: Any) -> Pretrain:
         container = argument_utils.pretrain_cfg_container_from_args(args, model)
         return partial(_pretrain_by_config, container)
     builder = model if isinstance(model, _GPT) else model.get_builder_cls()(model)
-    if pretrain_parses():
-        return partial(_pretrain_without_parsing, args, [], builder)
-    containers = [argument_utils.pretrain_cfg_container_from_args(args, model)]
-    return partial(_pretrain_by_function, containers, builder)
+    container = argument_utils.pretrain_cfg_container_from_args(args, model)
+    return partial(_pretrain_by_function, container, builder)
 
 
 def _pretrain_by_config(
@@ -371,13 +368,13 @@ def _pretrain_by_config(
 
 
 def _pretrain_by_function(
-    containers: list[Any],
+    container: Any,
     builder: Any,
     datasets: Any,
     forward_step: Any,
     finalizing: Callable[..., Any],
 ) -> None:
-    """Up to 0.18: a function builds the model; the training loop sets the finalising function."""
+    """0.18: a function builds the model; the training loop sets the finalising function."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
 
@@ -392,11 +389,4 @@ def _pretrain_by_function(
 
     finalize = bound(table.FINALIZE, finalizing)
     with applied([finalize]):
-        pretrain(*containers, datasets, build, ModelType.encoder_or_decoder, forward_step)
-
-
-def _pretrain_without_parsing(args: Any, *arguments: Any) -> None:
-    """0.17: have ``pretrain``, which parses and validates itself, use the validated arguments."""
-    first, *others = table.INITIALIZE
-    with applied([bound(first, args), *others]):
-        _pretrain_by_function(*arguments)
+        pretrain(container, datasets, build, ModelType.encoder_or_decoder, forward_step)

@@ -147,19 +147,6 @@ def _to_numpy_if_asked(original: Any) -> Any:
     return move
 
 
-def _sends_keep_their_memory(original: Any) -> Any:
-    """Send aliases of the tensors, which keep the memory alive until it is sent."""
-
-    @functools.wraps(original)
-    def p2p_ops(**options: Any) -> Any:
-        for name in ("tensor_send_prev", "tensor_send_next"):
-            if options[name] is not None:
-                options[name] = options[name].detach()
-        return original(**options)
-
-    return p2p_ops
-
-
 def _never_fp8(original: Any) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -252,18 +239,11 @@ CORE_SHIMS: tuple[Patch, ...] = (
         "megatron.core.models.hybrid.hybrid_block.TENorm",
         _plain_norm,
         "the final norm of a HybridModel is Transformer Engine's whatever its layer spec says",
-        since="0.18",
     ),
     Patch(
         "megatron.core.models.backends.LocalSpecProvider.core_attention",
         _of_cpu_modules("core_attention_with_head_sizes"),
         "multi-latent attention passes head sizes that the local core attention does not take",
-    ),
-    Patch(
-        "megatron.core.pipeline_parallel.p2p_communication._p2p_ops",
-        _sends_keep_their_memory,
-        "gloo sends an output after the interleaved schedule has emptied its tensor",
-        until="0.17",
     ),
     Patch(
         "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",

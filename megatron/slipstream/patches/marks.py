@@ -5,8 +5,8 @@
 - Backward leaving a group. megatron-core passes the engine the name of a group that starts, but
   marks the start in autograd only with a node from the engine, which would change how gradients
   round: [Note: One mark per group]. ``fine_grained_offloading_group_start`` also has the input.
-- The end of a group. megatron-core's node there is a Python function, and in models of 0.17 and
-  0.18 it does not know the name of its group in backward.
+- The end of a group. megatron-core's node there is a Python function, and in models of 0.18
+  it does not know the name of its group in backward.
 - Discarded outputs. Selective recomputation of norms and activation functions frees their storage
   once forward no longer needs it, while a copy to the host may still read it. The engine then keeps
   the storage on the device: the recomputation fills it.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Exclude padding in routers where megatron-core (0.17 to 0.19) does not.
+"""Exclude padding in routers where megatron-core (0.18, 0.19) does not.
 
 megatron-core's routers take a padding mask and exclude padding from auxiliary losses and the
 z-loss, but not from

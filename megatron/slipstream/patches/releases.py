@@ -9,7 +9,7 @@ installed first.
 
 from __future__ import annotations
 
-TESTED_RELEASES = ("0.17.1", "0.18.2", "0.19.2")
+TESTED_RELEASES = ("0.18.2", "0.19.2")
 """The releases of megatron-core that the tests run with."""
 
 
@@ -57,10 +57,7 @@ def _two_numbers(version: str) -> tuple[int, int]:
 
 
 def has_hybrid_models() -> bool:
-    """Whether there is a ``HybridModel`` (from 0.18 on).
-
-    The ``MambaModel`` of 0.17 does not announce a pass to the engine, so it offloads nothing.
-    """
+    """Whether there is a ``HybridModel`` (from 0.18 on)."""
     return is_since("0.18")
 
 
@@ -75,8 +72,3 @@ def models_pass_their_rank() -> bool:
 def has_gpt_builder() -> bool:
     """Whether ``megatron.training`` builds GPT models from a configuration (from 0.19 on)."""
     return is_since("0.19")
-
-
-def pretrain_parses() -> bool:
-    """Whether ``pretrain`` parses and validates the command line itself (up to 0.17)."""
-    return not is_since("0.18")

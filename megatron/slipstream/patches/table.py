@@ -269,24 +269,7 @@ FINALIZE = Patch(
     "progress and run record: the loop does not take the function from the configuration",
     until="0.18",
 )
-INITIALIZE = (
-    Patch(
-        f"{_LOOP}.initialize_megatron",
-        _lazy("training_loop", "take_arguments"),
-        "the loop would parse and validate the command line once more",
-        until="0.17",
-    ),
-    *(
-        Patch(
-            f"megatron.training.initialize.{name}",
-            _lazy("training_loop", "do_nothing"),
-            "the same",
-            until="0.17",
-        )
-        for name in ("validate_args", "load_args_from_checkpoint", "set_global_variables")
-    ),
-)
-"""Patches of the training entry, which binds the first one to its arguments."""
+"""Patches of the training entry, which binds them to its arguments."""
 
 TABLE: dict[Feature, tuple[Patch, ...]] = {
     Feature.ENGINE: (*CALLS, *ROTATION, *GROUPS),
@@ -300,7 +283,7 @@ TABLE: dict[Feature, tuple[Patch, ...]] = {
     Feature.PADDED_ROUTING: PADDING,
     Feature.PACKED_LAYER_GRAPHS: LAYER_CAPTURE,
     Feature.EXCHANGES_STAY: EXCHANGES,
-    Feature.TRAINING_ENTRY: (EVALUATE_FIRST, CHECK_EXPERTS, NAME_REFUSALS, FINALIZE, *INITIALIZE),
+    Feature.TRAINING_ENTRY: (EVALUATE_FIRST, CHECK_EXPERTS, NAME_REFUSALS, FINALIZE),
 }
 
 

@@ -223,13 +223,3 @@ def _refusal(load: Any, said: str) -> str:
         "" if "--" in said else "; load another checkpoint, or set the flags that it was saved with"
     )
     return f"load={load} is refused by megatron: {said or 'a check without a message'}{cure}"
-
-
-def take_arguments(args: Any, initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``initialize_megatron``: use arguments that are already parsed and validated."""
-    return functools.partial(initialize, parsed_args=args)
-
-
-def do_nothing(_: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace a function whose work is already done."""
-    return lambda *_, **__: None

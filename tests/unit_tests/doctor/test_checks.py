@@ -60,7 +60,7 @@ CASES = {
     "not-installed": Case(
         "error",
         facts({"megatron_core": None}),
-        ("megatron-core is not installed", "pip install 'megatron-core>=0.17.1,<0.20'"),
+        ("megatron-core is not installed", "pip install 'megatron-core>=0.18.2,<0.20'"),
     ),
     "torch-does-not-import": Case(
         "error",

@@ -23,6 +23,7 @@ from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.chunk_graphs import replay_chunks
 from megatron.slipstream.integration.layer_settings import apply, layers_of
+from megatron.slipstream.patches import releases
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, Assignment, LayerSetting
 
 pytestmark = pytest.mark.releases
@@ -122,8 +123,12 @@ def in_layer_graphs(
 CASE = ModelCase("dense", num_layers=3, overrides={"normalization": "LayerNorm"})
 GPU_CASE = on_gpu(ModelCase("dense", num_layers=3, has_own_norms=True))
 PACKED = replace(CASE, is_packed=True, micro_batch_size=1)
+offloads_in_graphs_of_chunks = pytest.mark.skipif(
+    not releases.models_pass_their_rank(), reason="that release has no offloading in chunk graphs"
+)
 
 
+@offloads_in_graphs_of_chunks
 def test_graphs_of_chunks() -> None:
     assert run_ranks(1, in_chunk_graphs, CASE) == [None]
 
@@ -133,6 +138,7 @@ def test_graphs_of_layers() -> None:
 
 
 @pytest.mark.gpu
+@offloads_in_graphs_of_chunks
 def test_graphs_of_chunks_on_a_gpu() -> None:
     assert run_ranks(1, in_chunk_graphs, GPU_CASE) == [None]
 
