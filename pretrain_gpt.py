@@ -8,7 +8,7 @@ import sys
 # Transformer Engine reads this once, when it is imported; later is too late.
 os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 
-from megatron.slipstream.integration.flag_names import refuse_misspelt_flags
+from megatron.slipstream.integration.entry.flag_names import refuse_misspelt_flags
 from megatron.slipstream.launcher import INTERRUPTED, refuse
 
 if __name__ == "__main__":
@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
     # After that, since this import takes seconds.
     try:
-        from megatron.slipstream.integration.training import main
+        from megatron.slipstream.integration.entry.training import main
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     sys.exit(main())

@@ -48,7 +48,7 @@ from benchmarks.worker import machine_facts
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 
 
 def work(setup: Setup) -> int:

@@ -97,8 +97,10 @@ class BankWay(Way):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
-        from megatron.slipstream.integration.dynamic_context_parallel import (
+        from megatron.slipstream.integration.packed.context_parallel_groups import (
+            context_parallel_groups,
+        )
+        from megatron.slipstream.integration.packed.dynamic_context_parallel import (
             with_dynamic_context_parallelism,
         )
 
@@ -124,7 +126,7 @@ class BankWay(Way):
         self._chunks: list[Any] = wrap(config, [model if not use_gpu() else model.cuda()])
         self._bank: Any = None
         if label in ("bank", "fixed+graph"):
-            from megatron.slipstream.integration.chunk_graphs import replay_chunks
+            from megatron.slipstream.integration.graphs.chunk_graphs import replay_chunks
 
             (self._bank,) = replay_chunks(self._chunks, NUM_EAGER_ITERATIONS, limits=limits)
         self._data = [

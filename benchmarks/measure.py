@@ -19,7 +19,7 @@ from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 
 Run = Callable[[int], list[torch.Tensor]]
 """Runs the iteration with the given number and returns its losses."""

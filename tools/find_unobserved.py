@@ -40,7 +40,7 @@ from tools.trivial_bodies import Change, changes_of  # noqa: E402
 PACKAGE = Path("megatron/slipstream")
 SOURCES = [
     *("plan", "estimate", "fine_grained_activation_offload", "chunk_graphs"),
-    "integration/graph_layers.py",
+    "integration/graphs/graph_layers.py",
 ]
 TESTS = [
     "tests/unit_tests/plan",

@@ -81,12 +81,12 @@ class OptionGroup(NamedTuple):
     source: str
     """The file that defines it, relative to the package."""
     rules: tuple[Rule, ...]
-    """The rules of its file; none for classes that ``integration/arguments.py`` defines."""
+    """The rules of its file; none for classes that ``integration/entry/arguments.py`` defines."""
 
 
 def option_groups() -> Iterator[OptionGroup]:
     """Yield the groups of the training script's parser, read from its source."""
-    source = "integration/arguments.py"
+    source = "integration/entry/arguments.py"
     tree = ast.parse((PACKAGE / source).read_text(encoding="utf-8"))
     homes = {
         alias.name: str(node.module)
@@ -266,8 +266,8 @@ def options_page() -> str:
         "# Options",
         "",
         generated_from(
-            "config.py, model_rules.py, the options.py of each room, integration/arguments.py and "
-            "tools/option_modes.py"
+            "config.py, model_rules.py, the options.py of each room, "
+            "integration/entry/arguments.py and tools/option_modes.py"
         ),
         "",
         "A flag `--a-b` and a configuration field `a_b` are the same option. `./run train --help` "
@@ -384,7 +384,7 @@ def patches_page() -> str:
         ),
         "",
         "Patches for runs without a GPU: "
-        "[cpu_only.py](../../megatron/slipstream/integration/cpu_only.py).",
+        "[cpu_only.py](../../megatron/slipstream/integration/cpu/cpu_only.py).",
     ]
     return "\n".join(lines) + "\n"
 

@@ -19,15 +19,11 @@ if TYPE_CHECKING:
     from megatron.slipstream.config import OffloadConfig as OffloadConfig
     from megatron.slipstream.context_parallel.limits import RankLimits as RankLimits
     from megatron.slipstream.integration.attach.handle import attach as attach
-    from megatron.slipstream.integration.chunk_graphs import (
-        close_graphs as close_graphs,
-        replay_chunks as replay_chunks,
+    from megatron.slipstream.integration.experts.moe import (
+        with_sync_free_dispatch as with_sync_free_dispatch,
     )
-    from megatron.slipstream.integration.context_parallel_groups import (
-        context_parallel_groups as context_parallel_groups,
-    )
-    from megatron.slipstream.integration.dynamic_context_parallel import (
-        with_dynamic_context_parallelism as with_dynamic_context_parallelism,
+    from megatron.slipstream.integration.experts.sync_free_experts import (
+        with_sync_free_experts as with_sync_free_experts,
     )
     from megatron.slipstream.integration.frameworks.options import (
         ModelFacts as ModelFacts,
@@ -36,8 +32,15 @@ if TYPE_CHECKING:
         to_cli as to_cli,
         to_transformer_overrides as to_transformer_overrides,
     )
-    from megatron.slipstream.integration.graph_layers import (
+    from megatron.slipstream.integration.graphs.chunk_graphs import (
+        close_graphs as close_graphs,
+        replay_chunks as replay_chunks,
+    )
+    from megatron.slipstream.integration.graphs.graph_layers import (
         with_graph_offloading as with_graph_offloading,
+    )
+    from megatron.slipstream.integration.graphs.packed_layer_graphs import (
+        with_packed_layer_graphs as with_packed_layer_graphs,
     )
     from megatron.slipstream.integration.install import (
         bind as bind,
@@ -48,50 +51,47 @@ if TYPE_CHECKING:
         suspended as suspended,
         uninstall as uninstall,
     )
-    from megatron.slipstream.integration.moe import (
-        with_sync_free_dispatch as with_sync_free_dispatch,
-    )
-    from megatron.slipstream.integration.packed_layer_graphs import (
-        with_packed_layer_graphs as with_packed_layer_graphs,
-    )
-    from megatron.slipstream.integration.sync_free_experts import (
-        with_sync_free_experts as with_sync_free_experts,
-    )
-    from megatron.slipstream.integration.tiled_model import (
+    from megatron.slipstream.integration.layers.tiled_model import (
         tiles_of as tiles_of,
         with_tiles as with_tiles,
+    )
+    from megatron.slipstream.integration.packed.context_parallel_groups import (
+        context_parallel_groups as context_parallel_groups,
+    )
+    from megatron.slipstream.integration.packed.dynamic_context_parallel import (
+        with_dynamic_context_parallelism as with_dynamic_context_parallelism,
     )
     from megatron.slipstream.tiles.options import TileOptions as TileOptions
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "OffloadConfig": "megatron.slipstream.config",
-    "install": "megatron.slipstream.integration.install",
-    "uninstall": "megatron.slipstream.integration.install",
-    "bind": "megatron.slipstream.integration.install",
-    "suspended": "megatron.slipstream.integration.install",
-    "report": "megatron.slipstream.integration.install",
-    "gather_report": "megatron.slipstream.integration.install",
-    "save_trace": "megatron.slipstream.integration.install",
-    "with_graph_offloading": "megatron.slipstream.integration.graph_layers",
-    "with_packed_layer_graphs": "megatron.slipstream.integration.packed_layer_graphs",
-    "with_dynamic_context_parallelism": "megatron.slipstream.integration.dynamic_context_parallel",
-    "with_sync_free_dispatch": "megatron.slipstream.integration.moe",
-    "with_sync_free_experts": "megatron.slipstream.integration.sync_free_experts",
-    "with_tiles": "megatron.slipstream.integration.tiled_model",
-    "tiles_of": "megatron.slipstream.integration.tiled_model",
-    "TileOptions": "megatron.slipstream.tiles.options",
-    "replay_chunks": "megatron.slipstream.integration.chunk_graphs",
-    "close_graphs": "megatron.slipstream.integration.chunk_graphs",
-    "RankLimits": "megatron.slipstream.context_parallel.limits",
-    "context_parallel_groups": "megatron.slipstream.integration.context_parallel_groups",
-    "attach": "megatron.slipstream.integration.attach.handle",
-    "OffloadOptions": "megatron.slipstream.integration.frameworks.options",
-    "ModelFacts": "megatron.slipstream.integration.frameworks.options",
-    "to_transformer_overrides": "megatron.slipstream.integration.frameworks.options",
-    "to_cli": "megatron.slipstream.integration.frameworks.options",
-    "apply_overrides": "megatron.slipstream.integration.frameworks.options",
+    "OffloadConfig": "config",
+    "install": "integration.install",
+    "uninstall": "integration.install",
+    "bind": "integration.install",
+    "suspended": "integration.install",
+    "report": "integration.install",
+    "gather_report": "integration.install",
+    "save_trace": "integration.install",
+    "with_graph_offloading": "integration.graphs.graph_layers",
+    "with_packed_layer_graphs": "integration.graphs.packed_layer_graphs",
+    "with_dynamic_context_parallelism": "integration.packed.dynamic_context_parallel",
+    "with_sync_free_dispatch": "integration.experts.moe",
+    "with_sync_free_experts": "integration.experts.sync_free_experts",
+    "with_tiles": "integration.layers.tiled_model",
+    "tiles_of": "integration.layers.tiled_model",
+    "TileOptions": "tiles.options",
+    "replay_chunks": "integration.graphs.chunk_graphs",
+    "close_graphs": "integration.graphs.chunk_graphs",
+    "RankLimits": "context_parallel.limits",
+    "context_parallel_groups": "integration.packed.context_parallel_groups",
+    "attach": "integration.attach.handle",
+    "OffloadOptions": "integration.frameworks.options",
+    "ModelFacts": "integration.frameworks.options",
+    "to_transformer_overrides": "integration.frameworks.options",
+    "to_cli": "integration.frameworks.options",
+    "apply_overrides": "integration.frameworks.options",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -107,5 +107,5 @@ if not TYPE_CHECKING:  # With it, type checkers would accept every name.
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
-            return getattr(import_module(_HOMES[name]), name)
+            return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

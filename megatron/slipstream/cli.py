@@ -13,7 +13,7 @@ from typing import Optional
 from megatron.slipstream import __version__
 from megatron.slipstream.cli_plan.main import add_plan
 from megatron.slipstream.doctor.main import add_doctor
-from megatron.slipstream.integration.flag_names import did_you_mean
+from megatron.slipstream.integration.entry.flag_names import did_you_mean
 from megatron.slipstream.launcher import INTERRUPTED
 from megatron.slipstream.report_page.main import add_report
 

@@ -407,7 +407,7 @@ def check_options_in_graphs(facts: Any, has_gpu: bool) -> list[Finding]:
     return findings
 
 
-# Other findings about training flags: see integration/checks.py.
+# Other findings about training flags: see integration/entry/checks.py.
 
 STAYS = Rule(
     "stays-on-the-device",

@@ -212,11 +212,11 @@ class Training:
     ) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        from megatron.slipstream.integration.chunk_graphs import replay_chunks
-        from megatron.slipstream.integration.context_parallel_groups import (
+        from megatron.slipstream.integration.graphs.chunk_graphs import replay_chunks
+        from megatron.slipstream.integration.packed.context_parallel_groups import (
             context_parallel_groups,
         )
-        from megatron.slipstream.integration.dynamic_context_parallel import (
+        from megatron.slipstream.integration.packed.dynamic_context_parallel import (
             with_dynamic_context_parallelism,
         )
 
@@ -228,7 +228,9 @@ class Training:
             chunks = build_chunks(setting.case, self.config)
         self.layers = layers
         if layers is not None:
-            from megatron.slipstream.integration.packed_layer_graphs import take_packed_sequences
+            from megatron.slipstream.integration.graphs.packed_layer_graphs import (
+                take_packed_sequences,
+            )
 
             take_packed_sequences(chunks, setting.limits)
         self.chunks: list[Any] = wrap(self.config, chunks, **wrapper)

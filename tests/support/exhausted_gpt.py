@@ -23,7 +23,9 @@ from tiny_gpt import (
 )
 
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import forward_state, install, layer_settings
+from megatron.slipstream.integration import install
+from megatron.slipstream.integration.budget import forward_state
+from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.plan.settings import Assignment
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from megatron.slipstream.integration import providers, training
+from megatron.slipstream.integration.entry import providers, training
 
 WHAT = "this rank fails"
 _forward_step = providers.forward_step

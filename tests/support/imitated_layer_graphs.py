@@ -114,7 +114,7 @@ class _Graph:
         """The captured function once more, on the static inputs."""
         from megatron.core.transformer import cuda_graphs
 
-        from megatron.slipstream.integration import graph_layers
+        from megatron.slipstream.integration.graphs import graph_layers
 
         with (
             torch.enable_grad(),

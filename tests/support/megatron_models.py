@@ -63,7 +63,7 @@ def initialize(
     from megatron.core import parallel_state
 
     if not use_gpu():
-        from megatron.slipstream.integration.cpu_only import install_cpu_shims
+        from megatron.slipstream.integration.cpu.cpu_only import install_cpu_shims
 
         install_cpu_shims()
         torch.set_num_threads(1)
@@ -227,12 +227,12 @@ def build_chunks(case: ModelCase, config: Any, seed: int = 7) -> list[torch.nn.M
         model.model_type = 1
         chunks.append(model.cuda() if use_gpu() else model)
     if case.is_packed and config.cuda_graph_impl == "transformer_engine":
-        from megatron.slipstream.integration.packed_layer_graphs import take_packed_sequences
+        from megatron.slipstream.integration.graphs.packed_layer_graphs import take_packed_sequences
 
         take_packed_sequences(chunks)
     tiles = TileOptions(case.loss_sequence_tiles, case.mlp_sequence_tiles)
     if tiles != TileOptions():
-        from megatron.slipstream.integration.tiled_model import with_tiles
+        from megatron.slipstream.integration.layers.tiled_model import with_tiles
 
         with_tiles(chunks, tiles)
     return chunks
@@ -259,7 +259,7 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
 
         spec = hybrid_layer_specs.hybrid_stack_spec
         if not use_gpu():
-            from megatron.slipstream.integration.cpu_modules import local_hybrid_stack_spec
+            from megatron.slipstream.integration.cpu.cpu_modules import local_hybrid_stack_spec
 
             spec = local_hybrid_stack_spec(config)
         # Attention, MLP, attention, MoE, ...
@@ -269,11 +269,11 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
     if case.has_own_norms and use_gpu():
         _separate_norms(spec)
     if case.sync_free_experts:
-        from megatron.slipstream.integration.sync_free_experts import with_sync_free_experts
+        from megatron.slipstream.integration.experts.sync_free_experts import with_sync_free_experts
 
         spec = with_sync_free_experts(spec, case.sync_free_capacity_factor)
     if config.cuda_graph_impl == "transformer_engine" and not case.keeps_layers:
-        from megatron.slipstream.integration.graph_layers import with_graph_offloading
+        from megatron.slipstream.integration.graphs.graph_layers import with_graph_offloading
 
         spec = with_graph_offloading(spec)
     if config.mtp_num_layers:
@@ -444,7 +444,7 @@ def _packing_of(case: ModelCase, batch: dict[str, torch.Tensor]) -> dict[str, An
     """The arguments of a model for a packed micro-batch."""
     if not case.is_packed:
         return {}
-    from megatron.slipstream.integration.packed_sequences import packed_seq_params
+    from megatron.slipstream.integration.packed.packed_sequences import packed_seq_params
 
     cu_seqlens, padded = batch["cu_seqlens"][0], batch["cu_seqlens_padded"][0]
     params = packed_seq_params(cu_seqlens, padded, case.seq_length * case.cp)
@@ -465,7 +465,7 @@ def shared_inputs(
         limits: Limits of the ranks.
         group: Process group passed to the model; None for the static one.
     """
-    from megatron.slipstream.integration.packed_sequences import packed_seq_params
+    from megatron.slipstream.integration.packed.packed_sequences import packed_seq_params
 
     held = limits.of(share.size)
     device = "cuda" if use_gpu() else "cpu"

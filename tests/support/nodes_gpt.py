@@ -21,7 +21,7 @@ from megatron_models import build_chunks, initialize, make_config, micro_batches
 from model_case import ModelCase
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 
 CASE = ModelCase(
     "moe",

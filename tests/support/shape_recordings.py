@@ -47,7 +47,7 @@ def _record(
 ) -> Recording:
     from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
-    from megatron.slipstream.integration.model_arguments import shape_of_config
+    from megatron.slipstream.integration.entry.model_arguments import shape_of_config
 
     initialize(case, rank, world_size, port)
     config = make_config(case)

@@ -80,11 +80,11 @@ def build(case: ModelCase, change: Callable[[Any], Any], **overrides: Any) -> to
 
 def with_gathering_attention(spec: Any) -> Any:
     """Core attention that supports shared documents, inside megatron-core's own attention."""
-    from megatron.slipstream.integration.cpu_modules import (
+    from megatron.slipstream.integration.cpu.cpu_modules import (
         GatheringCoreAttention,
         LatentCoreAttention,
     )
-    from megatron.slipstream.integration.specs import replace_classes
+    from megatron.slipstream.integration.seam.specs import replace_classes
 
     return replace_classes(spec, {LatentCoreAttention: GatheringCoreAttention})
 
@@ -202,7 +202,7 @@ class Setting:
 
 def with_changing_groups(spec: Any) -> Any:
     """Attention whose context-parallel group may change between micro-batches."""
-    from megatron.slipstream.integration.dynamic_context_parallel import (
+    from megatron.slipstream.integration.packed.dynamic_context_parallel import (
         with_dynamic_context_parallelism,
     )
 
@@ -211,7 +211,9 @@ def with_changing_groups(spec: Any) -> Any:
 
 def _start(setting: Setting, rank: int, num_ranks: int, port: int) -> Any:
     """Create process groups with a static size of 1."""
-    from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
+    from megatron.slipstream.integration.packed.context_parallel_groups import (
+        context_parallel_groups,
+    )
 
     initialize(setting.case, rank, num_ranks, port)
     return context_parallel_groups(setting.limits)

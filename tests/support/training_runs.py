@@ -51,7 +51,7 @@ def prepare_training() -> None:
     the help texts of its options from its own source."""
     from megatron.training import argument_utils, arguments
 
-    import megatron.slipstream.integration.providers  # noqa: F401
+    import megatron.slipstream.integration.entry.providers  # noqa: F401
 
     factory = argument_utils.ArgumentGroupFactory
     read = getattr(factory, "_get_field_docstrings", None)
@@ -73,7 +73,8 @@ def train_main(
     rank: int, num_ranks: int, port: int, folder: Path, flags: list[str], reads_memory: bool = True
 ) -> int:
     """Run the entry on one rank, in ``folder``."""
-    from megatron.slipstream.integration import monitor, training
+    from megatron.slipstream.integration.entry import training
+    from megatron.slipstream.integration.record import monitor
 
     os.chdir(folder)
     meter = monitor.DeviceMemoryMeter if reads_memory else _NoMeter

@@ -284,6 +284,7 @@ def test_every_public_name_is_defined_where_the_package_says() -> None:
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES"
     )
+    homes = {name: f"{PACKAGE}.{home}" for name, home in homes.items()}
     for name, home in homes.items():
         path = ROOT.joinpath(*home.split(".")).with_suffix(".py")
         defined = {

@@ -9,7 +9,8 @@ pipeline and hardly on the number of micro-batches of an iteration: with enough 
 number, every number replays without a new capture.
 
 This module does not depend on megatron-core. Schedules are passed as :class:`ScheduleFunctions`
-(``integration/schedules.py`` binds megatron-core's own), and the resulting order is replayed.
+(``integration/graphs/schedules.py`` binds megatron-core's own), and the resulting order is
+replayed.
 """
 
 from __future__ import annotations

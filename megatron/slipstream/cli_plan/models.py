@@ -26,7 +26,7 @@ from megatron.slipstream.estimate.training_setup import (
     fewest_data_parallel_ranks,
     usable_modules,
 )
-from megatron.slipstream.integration.flag_names import refuse_misspelt_flags
+from megatron.slipstream.integration.entry.flag_names import refuse_misspelt_flags
 
 _PLAN_ONLY = frozenset(
     "--" + name.replace("_", "-")
@@ -61,7 +61,7 @@ def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configur
     command = split_command(list(words))
     refuse_misspelt_flags(command.flags)
     try:
-        from megatron.slipstream.integration.model_arguments import configured_by_flags
+        from megatron.slipstream.integration.entry.model_arguments import configured_by_flags
     except ImportError as error:
         raise ValueError(
             f"{needing} megatron-core, whose parser reads flags, and {error.name} cannot be "

@@ -20,7 +20,7 @@ from megatron.slipstream.model_rules import (
 
 def check_command(words: Words) -> Command:
     """Parse and check the flags. Imports megatron-core, which takes seconds."""
-    from megatron.slipstream.integration.dry_run import check_flags
+    from megatron.slipstream.integration.entry.dry_run import check_flags
 
     num_processes = words.ranks_per_host and words.ranks_per_host * words.num_hosts
     checked = check_flags(words.flags, num_processes)

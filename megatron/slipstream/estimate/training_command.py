@@ -2,9 +2,9 @@
 
 """Reads a training run's flags from a command line or from a text or YAML file.
 
-:mod:`~megatron.slipstream.integration.arguments` parses them. A text file contains the words that
-would follow the script on a command line; ``#`` starts a comment. A YAML file maps flags to values,
-under ``MODEL_ARGS`` as in megatron's own test cases, or at the top level:
+:mod:`~megatron.slipstream.integration.entry.arguments` parses them. A text file contains the words
+that would follow the script on a command line; ``#`` starts a comment. A YAML file maps flags to
+values, under ``MODEL_ARGS`` as in megatron's own test cases, or at the top level:
 
     MODEL_ARGS:
       --num-layers: 32

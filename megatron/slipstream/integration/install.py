@@ -32,17 +32,17 @@ from megatron.slipstream.fine_grained_activation_offload.manager import (
     RegionFlag,
 )
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import compat, model_router, module_groups
-from megatron.slipstream.integration.config_file import config_from_environment, log_settings
-from megatron.slipstream.integration.engine_setup import (
+from megatron.slipstream.integration.budget.memory_budget_rules import BUDGET_RULES
+from megatron.slipstream.integration.layers.tiled_model import tiles_of
+from megatron.slipstream.integration.record.run_files import RunFiles
+from megatron.slipstream.integration.record.run_metadata import environment, settings
+from megatron.slipstream.integration.seam import compat, model_router, module_groups
+from megatron.slipstream.integration.seam.config_file import config_from_environment, log_settings
+from megatron.slipstream.integration.seam.engine_setup import (
     host_limit,
     open_backend,
     policy_options,
 )
-from megatron.slipstream.integration.memory_budget_rules import BUDGET_RULES
-from megatron.slipstream.integration.run_files import RunFiles
-from megatron.slipstream.integration.run_metadata import environment, settings
-from megatron.slipstream.integration.tiled_model import tiles_of
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.model_rules import (
     CHECKPOINT_RULES,
@@ -159,8 +159,8 @@ def _prepare_chunk(
     if not moves_in_layer_graphs(chunk.config):
         return undo
     warn_once(check_options_in_graphs(facts, torch.cuda.is_available()))
-    from megatron.slipstream.integration.graph_layers import offload_in_graphs
-    from megatron.slipstream.integration.packed_layer_graphs import take_packed_sequences
+    from megatron.slipstream.integration.graphs.graph_layers import offload_in_graphs
+    from megatron.slipstream.integration.graphs.packed_layer_graphs import take_packed_sequences
 
     # Only decoder layers are captured.
     if hasattr(chunk, "decoder"):
@@ -179,7 +179,7 @@ def _make_manager(
     manager.report.settings = settings(config)
     _equip(manager, config)
     if config.activation_memory_budget is not None:
-        from megatron.slipstream.integration.memory_budget import MemoryBudget
+        from megatron.slipstream.integration.budget.memory_budget import MemoryBudget
 
         manager.budget = MemoryBudget(manager, config.activation_memory_budget)
     return manager

@@ -18,7 +18,7 @@ from megatron.slipstream.chunk_graphs.slots import (
     passes,
     slots_per_chunk,
 )
-from megatron.slipstream.integration.schedules import MEGATRON_SCHEDULES, chunk_slots
+from megatron.slipstream.integration.graphs.schedules import MEGATRON_SCHEDULES, chunk_slots
 
 pytestmark = pytest.mark.releases
 

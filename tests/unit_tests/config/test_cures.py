@@ -23,7 +23,7 @@ from megatron.slipstream.context_parallel.options import (
 )
 from megatron.slipstream.experts.options import EXPERT_RULES, ExpertOptions, check_experts
 from megatron.slipstream.integration.attach.handle import ATTACH_RULES
-from megatron.slipstream.integration.memory_budget_rules import BUDGET_RULES
+from megatron.slipstream.integration.budget.memory_budget_rules import BUDGET_RULES
 from megatron.slipstream.model_rules import CHECKPOINT_RULES, MODEL_RULES, check_model_options
 from megatron.slipstream.packed_sequences.options import (
     PACKING_RULES,

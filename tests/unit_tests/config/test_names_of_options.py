@@ -16,10 +16,10 @@ from megatron.slipstream.chunk_graphs import options as chunk_graphs
 from megatron.slipstream.config import RULES, OffloadConfig
 from megatron.slipstream.context_parallel.options import DYNAMIC_RULES
 from megatron.slipstream.experts import options as experts
-from megatron.slipstream.integration import checks, model_arguments
 from megatron.slipstream.integration.attach.handle import ATTACH_RULES
-from megatron.slipstream.integration.flag_names import known_flags
-from megatron.slipstream.integration.memory_budget_rules import BUDGET_RULES
+from megatron.slipstream.integration.budget.memory_budget_rules import BUDGET_RULES
+from megatron.slipstream.integration.entry import checks, model_arguments
+from megatron.slipstream.integration.entry.flag_names import known_flags
 from megatron.slipstream.model_rules import CHECKPOINT_RULES, GRAPH_RULES, MODEL_RULES
 from megatron.slipstream.packed_sequences.options import PACKING_RULES
 from megatron.slipstream.patches import releases

@@ -21,8 +21,9 @@ from ranks import run_ranks
 from training_runs import prepare_training
 
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import checks, dry_run, install
+from megatron.slipstream.integration import install
 from megatron.slipstream.integration.attach.handle import attach
+from megatron.slipstream.integration.entry import checks, dry_run
 from megatron.slipstream.integration.frameworks.options import OffloadOptions
 from megatron.slipstream.rules import Finding
 from tools.option_modes import OF_ENGINE, TABLE, Effect, Mode, effect
@@ -245,7 +246,7 @@ def test_every_setting_of_an_engine_has_a_probe() -> None:
 
 
 def test_each_option_has_a_row() -> None:
-    from megatron.slipstream.integration.arguments import _GROUPS
+    from megatron.slipstream.integration.entry.arguments import _GROUPS
 
     ours = {field.name for group, _ in _GROUPS for field in dataclasses.fields(group)}
     assert set(TABLE) == set(TESTED_BY)

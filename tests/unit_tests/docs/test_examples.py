@@ -64,7 +64,9 @@ import argparse, json, os, pathlib, sys, tempfile, traceback
 given = json.loads(pathlib.Path(sys.argv[1]).read_text())
 os.chdir(tempfile.mkdtemp())
 
-from megatron.slipstream.integration import arguments, cpu_only, install
+from megatron.slipstream.integration import install
+from megatron.slipstream.integration.cpu import cpu_only
+from megatron.slipstream.integration.entry import arguments
 failures = {}
 for page, blocks in given["pages"].items():
     scope = {"__name__": "__main__"}

@@ -57,7 +57,7 @@ def test_every_option_that_a_rule_refuses_is_on_the_page_of_its_feature() -> Non
 
 
 def test_every_flag_of_the_parser_has_a_heading() -> None:
-    from megatron.slipstream.integration import arguments
+    from megatron.slipstream.integration.entry import arguments
 
     page = (USER_GUIDE / "options.md").read_text(encoding="utf-8")
     fields = [field.name for cls, _ in arguments._GROUPS for field in dataclasses.fields(cls)]

@@ -170,7 +170,9 @@ def test_the_reference_shows_every_public_name() -> None:
 
     shown = (ROOT / "docs" / "api-guide" / "reference.md").read_text(encoding="utf-8")
     for name, home in slipstream._HOMES.items():
-        assert re.search(rf"^\.\. autoapi\w+:: {re.escape(home)}\.{name}$", shown, re.M), name
+        assert re.search(
+            rf"^\.\. autoapi\w+:: megatron\.slipstream\.{re.escape(home)}\.{name}$", shown, re.M
+        ), name
 
 
 def test_the_site_has_the_version_of_the_package() -> None:
@@ -193,7 +195,7 @@ def test_no_two_pages_have_the_same_title_in_the_side_bar() -> None:
 
 
 def test_the_first_page_says_where_the_output_of_megatron_is() -> None:
-    from megatron.slipstream.integration.megatron_output import DEFAULT_PATH, FLAG
+    from megatron.slipstream.integration.entry.megatron_output import DEFAULT_PATH, FLAG
 
     text = (ROOT / "docs/user-guide/getting-started.md").read_text(encoding="utf-8")
     assert f"`{DEFAULT_PATH}`" in text

@@ -14,7 +14,7 @@ from megatron.slipstream.doctor.checks import examine
 from megatron.slipstream.doctor.command import check_command
 from megatron.slipstream.doctor.facts import Command
 from megatron.slipstream.estimate.training_command import Words, split_command
-from megatron.slipstream.integration import dry_run
+from megatron.slipstream.integration.entry import dry_run
 from megatron.slipstream.model_rules import STAYS
 from megatron.slipstream.preflight import DATASET_MISSING
 from megatron.slipstream.rules import Finding

@@ -13,7 +13,7 @@ import torch
 from megatron.slipstream.fine_grained_activation_offload import recorder as recorder_module
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.recorder import MemoryReader, Recorder
-from megatron.slipstream.integration.gradients import Gradients
+from megatron.slipstream.integration.seam.gradients import Gradients
 from megatron.slipstream.plan.trace import MemoryReading
 
 

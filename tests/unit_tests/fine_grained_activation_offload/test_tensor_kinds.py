@@ -14,7 +14,7 @@ from tensor_kinds import KINDS, STAYING, dense, tensor_of_kind
 from torch.autograd import forward_ad
 
 from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
-from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 from megatron.slipstream.plan.staying import Staying, texts_of
 
 BACKENDS = ["cpu-lazy", LAZY_NATIVE]

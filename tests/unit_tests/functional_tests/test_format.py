@@ -128,10 +128,10 @@ def test_every_case_is_deterministic_and_has_its_golden_values() -> None:
 
 _PARSE = """
 import argparse, json, pathlib, sys
-from megatron.slipstream.integration import cpu_only
+from megatron.slipstream.integration.cpu import cpu_only
 cpu_only.install_training_shims()
 from megatron.training.arguments import add_megatron_arguments
-from megatron.slipstream.integration.arguments import add_arguments
+from megatron.slipstream.integration.entry.arguments import add_arguments
 parser = argparse.ArgumentParser(allow_abbrev=False)
 add_megatron_arguments(parser)
 add_arguments(parser)

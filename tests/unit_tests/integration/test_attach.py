@@ -42,7 +42,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
-from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -104,8 +104,8 @@ def _train(
     damaged_from: Optional[int] = None,
 ) -> Found:
     from megatron.slipstream.integration import install
-    from megatron.slipstream.integration.chunk_graphs import close_graphs, replay_chunks
-    from megatron.slipstream.integration.engine_setup import host_limit
+    from megatron.slipstream.integration.graphs.chunk_graphs import close_graphs, replay_chunks
+    from megatron.slipstream.integration.seam.engine_setup import host_limit
 
     found, copies, engines = Found(), _Copies(), []
     copies.install()

@@ -14,7 +14,7 @@ import torch
 from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step
 
-from megatron.slipstream.integration import compat
+from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.patches import releases
 from megatron.slipstream.rules import require
 
@@ -71,7 +71,7 @@ def _build_twice(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models import gpt as training_gpt
 
-    from megatron.slipstream.integration.validation import parse_and_validate
+    from megatron.slipstream.integration.entry.validation import parse_and_validate
 
     args = parse_and_validate(GPT)
     store = torch.distributed.HashStore()
@@ -99,9 +99,9 @@ def test_our_builder_passes_to_a_gpt_model_what_megatrons_does() -> None:
 def _layer_names(rank: int, world_size: int, port: int) -> set[str]:
     from megatron.core import parallel_state
 
-    from megatron.slipstream.integration.graph_layers import with_graph_offloading
-    from megatron.slipstream.integration.specs import change_model_spec
-    from megatron.slipstream.integration.validation import parse_and_validate
+    from megatron.slipstream.integration.entry.validation import parse_and_validate
+    from megatron.slipstream.integration.graphs.graph_layers import with_graph_offloading
+    from megatron.slipstream.integration.seam.specs import change_model_spec
 
     config = compat._GPT(parse_and_validate(GPT))
     store = torch.distributed.HashStore()

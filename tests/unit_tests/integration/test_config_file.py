@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import config_file, install
+from megatron.slipstream.integration import install
 from megatron.slipstream.integration.attach.handle import Attached, attach
+from megatron.slipstream.integration.seam import config_file
 
 Write = Callable[[str], Path]
 
@@ -160,7 +161,7 @@ def test_other_ranks_keep_quiet(
 
 @pytest.mark.releases
 def test_making_the_flags_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron.slipstream.integration.arguments import add_offload_arguments
+    from megatron.slipstream.integration.entry.arguments import add_offload_arguments
 
     parser = add_offload_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--offload-max-overhead-percent", "auto"])
@@ -170,7 +171,7 @@ def test_making_the_flags_prints_nothing(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.releases
 def test_flags_win_over_the_file_and_the_file_over_the_defaults(write: Write) -> None:
-    from megatron.slipstream.integration.arguments import add_offload_arguments
+    from megatron.slipstream.integration.entry.arguments import add_offload_arguments
 
     write("offload_release_lag: 4\noffload_prefetch_depth: 5\n")
     parser = add_offload_arguments(argparse.ArgumentParser())

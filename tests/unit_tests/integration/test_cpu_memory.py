@@ -9,7 +9,7 @@ import gc
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 
 KIB = 1024
 FLOATS_PER_KIB = KIB // 4

@@ -15,7 +15,7 @@ import pytest
 import torch
 from forked import run_script
 
-from megatron.slipstream.integration import cpu_only
+from megatron.slipstream.integration.cpu import cpu_only
 from megatron.slipstream.patches import patching
 from megatron.slipstream.patches.patching import Patch
 from megatron.slipstream.patches.releases import release
@@ -30,7 +30,7 @@ _FACTS = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import torch
-from megatron.slipstream.integration import cpu_only
+from megatron.slipstream.integration.cpu import cpu_only
 
 def type_as_seen_from(module):
     names = {"__name__": module, "torch": torch}

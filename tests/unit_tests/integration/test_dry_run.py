@@ -24,9 +24,9 @@ from training_runs import prepare_training
 
 from megatron.slipstream import rules
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import checks, dry_run
-from megatron.slipstream.integration.model_arguments import configured_by_flags
-from megatron.slipstream.integration.validation import parse_and_validate
+from megatron.slipstream.integration.entry import checks, dry_run
+from megatron.slipstream.integration.entry.model_arguments import configured_by_flags
+from megatron.slipstream.integration.entry.validation import parse_and_validate
 from megatron.slipstream.patches import releases
 from megatron.slipstream.rules import Finding
 

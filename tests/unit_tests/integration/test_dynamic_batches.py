@@ -26,7 +26,7 @@ from small_corpora import batches_of, dataset_config, write_corpus
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 
 from megatron.slipstream.context_parallel.options import DynamicContextParallelOptions
-from megatron.slipstream.integration import dynamic_batches
+from megatron.slipstream.integration.packed import dynamic_batches
 from megatron.slipstream.packed_sequences.packing import Piece
 
 pytestmark = pytest.mark.releases
@@ -154,7 +154,7 @@ def _train(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.training import training
 
-    from megatron.slipstream.integration.dynamic_context_parallel import (
+    from megatron.slipstream.integration.packed.dynamic_context_parallel import (
         with_dynamic_context_parallelism,
     )
 

@@ -32,7 +32,7 @@ from shared_documents import (
 from tiny_gpt import ModelCase, initialize
 
 from megatron.slipstream.context_parallel.limits import RankLimits
-from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
+from megatron.slipstream.integration.packed.context_parallel_groups import context_parallel_groups
 
 TOLERANCE = 5e-6
 """Tolerances of the loss (about 5), and of gradients relative to the largest; in float32."""
@@ -314,7 +314,7 @@ def test_core_attention_has_its_static_group_between_calls(
 ) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron.slipstream.integration.dynamic_context_parallel import RestoredGroupMixin
+    from megatron.slipstream.integration.packed.dynamic_context_parallel import RestoredGroupMixin
 
     streams = iter(["a stream"])  # one for all
     monkeypatch.setattr(torch.cuda, "Stream", lambda: next(streams))
@@ -412,7 +412,7 @@ def test_limits_of_another_number_of_ranks_are_refused() -> None:
 
 
 def _disagree(rank: int, num_ranks: int, port: int) -> list[str]:
-    from megatron.slipstream.integration.context_parallel_groups import (
+    from megatron.slipstream.integration.packed.context_parallel_groups import (
         check_agreement,
         context_parallel_groups,
     )
@@ -455,8 +455,8 @@ def test_models_are_built_from_changed_specs() -> None:
 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from megatron.slipstream.integration import dynamic_context_parallel
-    from megatron.slipstream.integration.specs import change_model_spec
+    from megatron.slipstream.integration.packed import dynamic_context_parallel
+    from megatron.slipstream.integration.seam.specs import change_model_spec
 
     def attention_of(spec: Any) -> Any:
         return spec.submodules.self_attention.module

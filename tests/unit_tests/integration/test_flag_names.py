@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron.slipstream.integration import flag_names
+from megatron.slipstream.integration.entry import flag_names
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
 def flags_of_the_parser() -> set[str]:
-    from megatron.slipstream.integration import cpu_only
+    from megatron.slipstream.integration.cpu import cpu_only
 
     cpu_only.install_training_shims()
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron.slipstream.integration.arguments import add_arguments
+    from megatron.slipstream.integration.entry.arguments import add_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)

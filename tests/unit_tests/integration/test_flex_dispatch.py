@@ -21,8 +21,9 @@ from tiny_gpt import ModelCase, initialize, make_config
 from torch.distributed.nn.functional import all_gather, all_reduce
 
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import install, training
-from megatron.slipstream.integration.moe import with_sync_free_dispatch
+from megatron.slipstream.integration import install
+from megatron.slipstream.integration.entry import training
+from megatron.slipstream.integration.experts.moe import with_sync_free_dispatch
 from megatron.slipstream.patches import multihot_map, table
 from megatron.slipstream.patches.table import Feature
 

@@ -19,8 +19,9 @@ from tiny_gpt import ModelCase, initialize, make_config, train as train_chunks
 
 from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import compat, config_file, install
+from megatron.slipstream.integration import install
 from megatron.slipstream.integration.frameworks import loading, slime
+from megatron.slipstream.integration.seam import compat, config_file
 from megatron.slipstream.patches import model_calls, releases
 
 FRAMEWORKS = "megatron.slipstream.integration.frameworks"
@@ -147,7 +148,7 @@ def test_slime_is_told_when_its_flags_leave_nothing_to_move(
 def _parse_as_slime(rank: int, world_size: int, port: int, words: list[str]) -> list[Any]:
     from megatron.training.arguments import parse_args
 
-    from megatron.slipstream.integration.arguments import _process_arguments
+    from megatron.slipstream.integration.entry.arguments import _process_arguments
 
     with _process_arguments(words):
         args = parse_args(None, ignore_unknown_args=True)
@@ -205,7 +206,7 @@ def _train_with_spec(
     rank: int, world_size: int, port: int, how: str, more: list[str]
 ) -> list[dict[str, Any]]:
     """With megatron's own spec and with ours: the layers of the model, and the bytes that move."""
-    from megatron.slipstream.integration.validation import parse_and_validate
+    from megatron.slipstream.integration.entry.validation import parse_and_validate
 
     args = parse_and_validate(GPT + more)
     initialize(CASE)
@@ -260,7 +261,7 @@ def _build_by_flag(rank: int, world_size: int, port: int) -> tuple[bool, str, st
     """Handles the flag like ``megatron.training`` 0.19."""
     from megatron.core import parallel_state
 
-    from megatron.slipstream.integration.validation import parse_and_validate
+    from megatron.slipstream.integration.entry.validation import parse_and_validate
 
     args = parse_and_validate(GPT + SPEC)
     initialize(CASE)
@@ -291,8 +292,8 @@ def _graphed(rank: int, world_size: int, port: int) -> list[bool]:
     """Whether the spec has our layers: without graphs, with them, and without offloading."""
     from megatron.training.arguments import core_transformer_config_from_args
 
+    from megatron.slipstream.integration.entry.validation import parse_and_validate
     from megatron.slipstream.integration.frameworks.spec import layer_spec
-    from megatron.slipstream.integration.validation import parse_and_validate
 
     args = parse_and_validate(GPT)
     initialize(CASE)
@@ -371,7 +372,7 @@ def _pre_wrap_hook(rank: int, world_size: int, port: int) -> bool:
     from megatron.training.argument_utils import gpt_config_from_args
 
     from megatron.slipstream import bind
-    from megatron.slipstream.integration.validation import parse_and_validate
+    from megatron.slipstream.integration.entry.validation import parse_and_validate
 
     args = parse_and_validate(GPT)
     initialize(CASE)

@@ -267,7 +267,7 @@ def test_a_field_that_the_configuration_lacks_is_refused() -> None:
 def _parse(rank: int, world_size: int, port: int, words: list[str]) -> dict[str, Any]:
     from megatron.training.arguments import parse_args
 
-    from megatron.slipstream.integration.arguments import _process_arguments
+    from megatron.slipstream.integration.entry.arguments import _process_arguments
 
     with _process_arguments(words):
         parsed = vars(parse_args())

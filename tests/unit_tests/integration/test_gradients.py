@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.slipstream.integration.gradients import Gradients
+from megatron.slipstream.integration.seam.gradients import Gradients
 
 
 def test_each_gradient_that_appears_is_told_once() -> None:

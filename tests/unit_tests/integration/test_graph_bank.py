@@ -296,7 +296,7 @@ def test_if_one_rank_cannot_capture_all_give_up_and_say_so(failing_rank: int) ->
 
 def _disagreement(rank: int, num_ranks: int, port: int) -> tuple[str, int]:
     """One rank of two would replay the graphs of another size."""
-    from megatron.slipstream.integration.context_parallel_groups import check_agreement
+    from megatron.slipstream.integration.packed.context_parallel_groups import check_agreement
 
     setting = on_two(ModelCase(**SMALL, overrides=PER_TOKEN))
     initialize(setting.case, rank, num_ranks, port)

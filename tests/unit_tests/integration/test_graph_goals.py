@@ -27,7 +27,7 @@ from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import NUM_UNTIL_TIMED
-from megatron.slipstream.integration import graph_goals
+from megatron.slipstream.integration.graphs import graph_goals
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 MODULES = ("qkv_linear", "core_attn", "attn_proj")
@@ -77,7 +77,7 @@ def _follow(
     With ``is_late``, the device finishes all iterations only before the capture.
     """
     from megatron.slipstream.integration import install
-    from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+    from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 
     warnings: list[str] = []
 

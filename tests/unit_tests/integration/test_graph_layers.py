@@ -199,8 +199,8 @@ def _for_a_stage(config: Any, vp_stage: Optional[int] = None) -> Any:
 def test_a_model_is_built_from_layers_that_offload_in_graphs(
     given: Callable[[], Any], stages: list[int]
 ) -> None:
-    from megatron.slipstream.integration.graph_layers import with_graph_offloading
-    from megatron.slipstream.integration.specs import change_model_spec
+    from megatron.slipstream.integration.graphs.graph_layers import with_graph_offloading
+    from megatron.slipstream.integration.seam.specs import change_model_spec
 
     config = SimpleNamespace(transformer_layer_spec=given(), stages=[])
     change_model_spec(config, with_graph_offloading)
@@ -213,8 +213,8 @@ def test_a_model_is_built_from_layers_that_offload_in_graphs(
 def test_a_hybrid_model_is_built_from_such_layers() -> None:
     if not releases.has_hybrid_models():
         pytest.skip(f"{releases.release()} has no HybridModel")
-    from megatron.slipstream.integration.graph_layers import with_graph_offloading
-    from megatron.slipstream.integration.specs import change_model_spec
+    from megatron.slipstream.integration.graphs.graph_layers import with_graph_offloading
+    from megatron.slipstream.integration.seam.specs import change_model_spec
 
     config = SimpleNamespace(hybrid_stack_spec=None)
     change_model_spec(config, with_graph_offloading)
@@ -228,7 +228,10 @@ def _classes(rank: int, world_size: int, port: int) -> list[tuple[str, bool, boo
     """Of a framework's layer: its class before, while it takes part, again, and afterwards."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron.slipstream.integration.graph_layers import GraphOffloadMixin, offload_in_graphs
+    from megatron.slipstream.integration.graphs.graph_layers import (
+        GraphOffloadMixin,
+        offload_in_graphs,
+    )
 
     class OwnLayer(TransformerLayer):
         pass

@@ -28,7 +28,7 @@ from tiny_gpt import (
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import CHECKPOINT_INPUTS
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.layer_settings import LayerOptions, apply, layers_of
+from megatron.slipstream.integration.layers.layer_settings import LayerOptions, apply, layers_of
 from megatron.slipstream.plan.settings import WHOLE, Assignment, LayerSetting
 
 pytestmark = pytest.mark.releases

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.slipstream.integration import training
-from megatron.slipstream.integration.megatron_output import DEFAULT_PATH, MegatronOutput
+from megatron.slipstream.integration.entry import training
+from megatron.slipstream.integration.entry.megatron_output import DEFAULT_PATH, MegatronOutput
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMED = ["--megatron-output-path", "out.log"]

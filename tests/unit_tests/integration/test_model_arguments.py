@@ -31,12 +31,12 @@ from megatron.slipstream.estimate.schedules import rank_schedule
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.estimate.training_command import read_flags, split_command
 from megatron.slipstream.estimate.training_setup import Configured
-from megatron.slipstream.integration.frameworks.options import DEFAULTS
-from megatron.slipstream.integration.model_arguments import (
+from megatron.slipstream.integration.entry.model_arguments import (
     PLAN_RULES,
     configured_by_flags,
 )
-from megatron.slipstream.integration.schedules import MEGATRON_SCHEDULES
+from megatron.slipstream.integration.frameworks.options import DEFAULTS
+from megatron.slipstream.integration.graphs.schedules import MEGATRON_SCHEDULES
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.settings import NOTHING, WHOLE

@@ -15,7 +15,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron.slipstream.integration import moe
+from megatron.slipstream.integration.experts import moe
 from megatron.slipstream.patches.d2h_by_kernel import SLOT_NUMEL, D2HByKernel
 from megatron.slipstream.patches.multihot_map import indices_to_multihot
 

@@ -14,8 +14,11 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron.slipstream.integration.packed_layer_capture import ONE_SIZE
-from megatron.slipstream.integration.packed_layer_graphs import PackedGraphMixin, PackedLayers
+from megatron.slipstream.integration.graphs.packed_layer_capture import ONE_SIZE
+from megatron.slipstream.integration.graphs.packed_layer_graphs import (
+    PackedGraphMixin,
+    PackedLayers,
+)
 
 OFFSETS = "packed_seq_params_cu_seqlens_q"
 

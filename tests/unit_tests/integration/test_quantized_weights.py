@@ -16,8 +16,8 @@ from toy_chunk import run_in_order
 from megatron.slipstream.chunk_graphs.backend import Recorded, Work
 from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
-from megatron.slipstream.integration.chunk_graphs import _transformer_engine_captures
-from megatron.slipstream.integration.quantized_weights import quantize_weights_in_every_pass
+from megatron.slipstream.integration.graphs.chunk_graphs import _transformer_engine_captures
+from megatron.slipstream.integration.graphs.quantized_weights import quantize_weights_in_every_pass
 
 WIDTH, TOKENS = 8, 6
 SCHEDULES = ["FB", "FFBB", "FBFBFB", "FB"]

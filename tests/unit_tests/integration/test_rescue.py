@@ -13,7 +13,7 @@ from exhausted_gpt import Exhausted, train_exhausted, train_without_restoring
 from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
 
-from megatron.slipstream.integration import rescue
+from megatron.slipstream.integration.budget import rescue
 from megatron.slipstream.plan.settings import WHOLE
 
 NORM = {"normalization": "LayerNorm", "hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -14,7 +14,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-from megatron.slipstream.integration.rotary_tables import RotaryTables
+from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables
 
 
 class _Group:

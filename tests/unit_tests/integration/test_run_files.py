@@ -35,7 +35,7 @@ FILES = ["record.json", "report.json", "trace.json"]
 
 SCRIPT = """
 import os, signal, sys
-from megatron.slipstream.integration import providers, training
+from megatron.slipstream.integration.entry import providers, training
 from megatron.training import get_args
 
 forward_step = providers.forward_step
@@ -129,7 +129,7 @@ def test_two_files_of_one_name_are_refused_by_both_options(tmp_path: Path) -> No
 
 
 def _end_early(rank: int, num_ranks: int, port: int, folder: Path, flags: list[str]) -> Any:
-    from megatron.slipstream.integration import training
+    from megatron.slipstream.integration.entry import training
 
     os.chdir(folder)
     with pytest.raises(SystemExit) as end:
@@ -138,7 +138,7 @@ def _end_early(rank: int, num_ranks: int, port: int, folder: Path, flags: list[s
 
 
 def test_all_ranks_are_on_the_page_of_a_training_that_ends_early(tmp_path: Path) -> None:
-    import megatron.slipstream.integration.providers  # noqa: F401  (once, for all that fork)
+    import megatron.slipstream.integration.entry.providers  # noqa: F401  (once, for all that fork)
 
     flags = [*FLAGS, "--global-batch-size", "2", "--exit-interval", "2"]
     flags += ["--offload-report-path", "page.html", "--output-interval", "1"]

@@ -18,7 +18,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_limit import Share
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.attach.handle import Attached, attach
-from megatron.slipstream.integration.engine_setup import host_limit
+from megatron.slipstream.integration.seam.engine_setup import host_limit
 
 LIMIT_BYTES = 400 * 1024
 

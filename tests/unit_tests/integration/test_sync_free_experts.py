@@ -24,7 +24,7 @@ from host_reads import HostReads
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron.slipstream.integration.sync_free_experts import (
+from megatron.slipstream.integration.experts.sync_free_experts import (
     RowsOfExperts,
     SyncFreeExpertsLayer,
     SyncFreeGroupedLinear,

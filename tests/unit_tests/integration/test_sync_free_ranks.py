@@ -28,7 +28,7 @@ from tiny_gpt import ModelCase, initialize, make_config
 
 from megatron.slipstream.experts import capacity
 from megatron.slipstream.experts.capacity import StepCheck, step_check
-from megatron.slipstream.integration.sync_free_experts import with_sync_free_experts
+from megatron.slipstream.integration.experts.sync_free_experts import with_sync_free_experts
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "SwiGLU": {},

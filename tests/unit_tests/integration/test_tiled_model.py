@@ -31,7 +31,7 @@ from megatron.slipstream import TileOptions, tiles_of, with_tiles
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import CHECKPOINT_INPUTS
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 from megatron.slipstream.plan import tiles
 
 pytestmark = pytest.mark.releases

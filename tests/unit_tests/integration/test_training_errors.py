@@ -22,7 +22,7 @@ from forked import Done, run_function, run_script
 from training_runs import prepare_training
 
 from megatron.slipstream import preflight
-from megatron.slipstream.integration import compat
+from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.patches import releases
 from megatron.slipstream.rules import check_rules, require
 
@@ -53,7 +53,7 @@ def _train(
     folder: Path, flags: Sequence[str], before: Callable[[], None] = lambda: None
 ) -> Outcome:
     """Run the entry with ``flags`` in a forked process whose working folder is ``folder``."""
-    from megatron.slipstream.integration import training
+    from megatron.slipstream.integration.entry import training
 
     prepare_training()
 
@@ -204,7 +204,7 @@ def test_megatron_s_own_attention_on_a_gpu_takes_no_packed_sequences(
     has_gpu: bool,
     refused: bool,
 ) -> None:
-    from megatron.slipstream.integration import checks
+    from megatron.slipstream.integration.entry import checks
 
     args = types.SimpleNamespace(
         has_gpu=has_gpu,
@@ -562,7 +562,7 @@ def test_training_runs_and_says_so(folder: Path) -> None:
 def test_a_gpu_run_asks_apex_for_its_fused_weight_gradient_only_if_it_is_there(
     monkeypatch: pytest.MonkeyPatch, has_apex: bool, given: list[str], added: list[str]
 ) -> None:
-    from megatron.slipstream.integration import arguments
+    from megatron.slipstream.integration.entry import arguments
 
     def is_installed(module: str) -> bool:
         return has_apex if module == "fused_weight_gradient_mlp_cuda" else True

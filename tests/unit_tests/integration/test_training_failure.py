@@ -14,7 +14,7 @@ import torch
 from megatron.training import checkpointing, global_vars
 
 from megatron.slipstream import launcher
-from megatron.slipstream.integration import training
+from megatron.slipstream.integration.entry import training
 from megatron.slipstream.patches.training_loop import CheckpointRefusedError
 
 

@@ -18,7 +18,7 @@ from ranks import run_ranks
 from shared_documents import documents
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, skip_without_model
 
-from megatron.slipstream.integration.packed_sequences import packed_seq_params
+from megatron.slipstream.integration.packed.packed_sequences import packed_seq_params
 from megatron.slipstream.packed_sequences.batch import packed_sample
 from megatron.slipstream.packed_sequences.packing import PackLimits
 from megatron.slipstream.patches import patching, releases, table

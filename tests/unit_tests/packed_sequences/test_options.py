@@ -182,7 +182,7 @@ def test_limits_are_those_of_all_context_parallel_ranks(
 def test_rules_look_at_options_that_megatron_has() -> None:
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron.slipstream.integration.arguments import add_arguments
+    from megatron.slipstream.integration.entry.arguments import add_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(add_megatron_arguments(parser))

@@ -20,8 +20,9 @@ from shared_documents import fill_weights
 from small_corpora import END_OF_DOCUMENT, batches_of, dataset_config, write_corpus
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 
-from megatron.slipstream.integration import packed_sequences, providers
-from megatron.slipstream.integration.monitor import Monitor
+from megatron.slipstream.integration.entry import providers
+from megatron.slipstream.integration.packed import packed_sequences
+from megatron.slipstream.integration.record.monitor import Monitor
 
 pytestmark = pytest.mark.releases
 

@@ -15,7 +15,8 @@ import pytest
 
 from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import cpu_only, install
+from megatron.slipstream.integration import install
+from megatron.slipstream.integration.cpu import cpu_only
 from megatron.slipstream.patches import patching, table
 from megatron.slipstream.patches.patching import Patch
 from megatron.slipstream.patches.releases import TESTED_RELEASES, is_within

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron.slipstream.integration.monitor import _progress_bar
+from megatron.slipstream.integration.record.monitor import _progress_bar
 from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
 

@@ -19,8 +19,8 @@ from reported_runs import make_run, make_trace
 
 from megatron.slipstream.cli import main
 from megatron.slipstream.estimate.file_errors import require_writable, writing
-from megatron.slipstream.integration.monitor import Monitor
-from megatron.slipstream.integration.run_files import rank_path
+from megatron.slipstream.integration.record.monitor import Monitor
+from megatron.slipstream.integration.record.run_files import rank_path
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import save_plan, save_trace

@@ -44,7 +44,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 )
 from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
-from megatron.slipstream.integration.engine_setup import host_limit
+from megatron.slipstream.integration.seam.engine_setup import host_limit
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.plan.staying import Staying
 

@@ -24,13 +24,13 @@ from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration.attach.engine import AttachedEngine
 from megatron.slipstream.integration.attach.forward import ForwardHooks
 from megatron.slipstream.integration.attach.names import Match, Pattern, find_modules
-from megatron.slipstream.integration.config_file import config_from_environment, log_settings
-from megatron.slipstream.integration.engine_setup import (
+from megatron.slipstream.integration.record.run_metadata import environment, settings
+from megatron.slipstream.integration.seam.config_file import config_from_environment, log_settings
+from megatron.slipstream.integration.seam.engine_setup import (
     host_limit,
     open_backend,
     policy_options,
 )
-from megatron.slipstream.integration.run_metadata import environment, settings
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.model_rules import MODEL_RULES
 from megatron.slipstream.patches import patching, table

@@ -17,8 +17,8 @@ from typing import Any, Optional
 from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.config_file import config_from_environment
-from megatron.slipstream.integration.log_setup import log_to_stderr
+from megatron.slipstream.integration.entry.log_setup import log_to_stderr
+from megatron.slipstream.integration.seam.config_file import config_from_environment
 from megatron.slipstream.rules import require
 
 logger = logging.getLogger(__name__)

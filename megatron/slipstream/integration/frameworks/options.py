@@ -223,7 +223,7 @@ def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def defaults_of_later_options() -> dict[str, Any]:
     """Return options of later megatron-core releases, with values equivalent to their absence."""
-    from megatron.slipstream.integration import compat
+    from megatron.slipstream.integration.seam import compat
 
     return {name: DEFAULTS[name] for name in compat.LATER_OPTIONS}
 
@@ -242,7 +242,7 @@ def _known(given: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
                 value,
             )
         else:
-            from megatron.slipstream.integration import compat
+            from megatron.slipstream.integration.seam import compat
 
             compat.refuse_later_option(name)
     return known

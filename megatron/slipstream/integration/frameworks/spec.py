@@ -15,9 +15,9 @@ from typing import Any, Optional
 
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.frameworks import loading
-from megatron.slipstream.integration.graph_layers import with_graph_offloading
+from megatron.slipstream.integration.graphs.graph_layers import with_graph_offloading
+from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.model_rules import moves_in_layer_graphs
 from megatron.slipstream.patches import releases
 

@@ -1,0 +1,132 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Repeats a forward pass that ran out of device memory, with the most frugal settings.
+
+[Note: Where a pass is repeated]
+Only where the rank runs it alone: other ranks of a pipeline, or of tensor, context and expert
+parallelism, wait inside its collectives. All that it changed is restored (:mod:`forward_state`);
+where that cannot be, the pass is not repeated.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+
+from megatron.slipstream.integration.budget.forward_state import ForwardState
+from megatron.slipstream.patches.model_calls import tensors_in
+
+if TYPE_CHECKING:
+    from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+    from megatron.slipstream.integration.budget.memory_budget import MemoryBudget
+
+_SIZES = (
+    *("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+)
+_STATEFUL = {
+    "fp8": "scaling factors are updated in forward",
+    "fp4": "scaling factors are updated in forward",
+    "moe_paged_stash": "its pages are taken in forward",
+    "moe_enable_routing_replay": "its records advance in forward",
+    "moe_shared_expert_overlap": "shared experts stop half-way",
+}
+"""Options with state that a failed forward leaves behind, and cannot be restored."""
+
+
+def call(
+    engine: OffloadEngine,
+    budget: MemoryBudget,
+    chunk: torch.nn.Module,
+    inputs: Any,
+    attempt: Callable[[], Any],
+) -> Any:
+    """Run a forward pass, and once more if device memory runs out.
+
+    Args:
+        engine: The engine of the model.
+        budget: Its budget.
+        chunk: The chunk that runs.
+        inputs: Its arguments.
+        attempt: Runs the pass.
+
+    Raises:
+        torch.OutOfMemoryError: The pass cannot be repeated, or ran out of memory again.
+    """
+    state = ForwardState(chunk, inputs)
+    try:
+        return attempt()
+    except torch.OutOfMemoryError as error:
+        failure = error
+    try:
+        tensors = tensors_in(inputs)
+        if not engine.has_begun:
+            raise failure  # The pass had not begun.
+        reason = why_not(chunk) or state.what_else_changed()
+        if reason is None and engine.has_earlier_passes:
+            reason = "earlier passes of the iteration wait for their backward"
+        if reason is not None:
+            because = f"the forward cannot be repeated: {reason}"
+            raise budget.out_of_memory(chunk, tensors, _tried_bytes(failure), because) from failure
+        _forget_frames(failure)
+        engine.discard_pass()
+        state.restore()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        budget.rescue(chunk, tensors, _tried_bytes(failure))
+        try:
+            return attempt()
+        except torch.OutOfMemoryError as error:
+            because = "every layer was recomputed in a second attempt"
+            raise budget.out_of_memory(chunk, tensors, _tried_bytes(error), because) from failure
+    finally:
+        del failure  # Its traceback refers to this frame.
+
+
+def why_not(chunk: Any) -> Optional[str]:
+    """Say why a forward of this chunk cannot be repeated; None if it can."""
+    config = chunk.config
+    for option in _SIZES:
+        size = getattr(config, option, None) or 1
+        if size > 1:
+            return f"with {option}={size} other ranks wait inside its collectives"
+    for option, state in _STATEFUL.items():
+        if getattr(config, option, None):
+            return f"with {option} {state}"
+    is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+    for module in chunk.modules():
+        if getattr(module, "global_tokens_per_expert", None) is not None and not is_alone:
+            return "with global_aux_loss other ranks wait inside its collectives"
+        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+            return "with FSDP other ranks wait inside its collectives"
+    if any(hasattr(parameter, "__fsdp_param__") for parameter in chunk.parameters()):
+        return "with FSDP other ranks wait inside its collectives"
+    return None
+
+
+def _tried_bytes(error: BaseException) -> int:
+    """Return the bytes of the allocation that failed, as torch's message says; 0 if it does not."""
+    found = re.search(r"Tried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)", str(error))
+    if found is None:
+        return 0
+    units = ("bytes", "KiB", "MiB", "GiB")
+    return int(float(found[1]) * 1024 ** units.index(found[2]))
+
+
+def _forget_frames(failure: BaseException) -> None:
+    """Free what the functions of the failed pass refer to; keep where it failed as a note.
+
+    Frames that are only cleared still refer to the variables of their closures.
+    """
+    failed_at = "".join(traceback.format_tb(failure.__traceback__))
+    failure.add_note(f"The first attempt failed at:\n{failed_at}")
+    error: Optional[BaseException] = failure
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+    gc.collect()

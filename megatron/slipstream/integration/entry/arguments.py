@@ -1,0 +1,279 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The command line of the training script: one parser of megatron's flags and ours.
+
+:mod:`checks` checks the arguments, and :mod:`validation` does the steps after parsing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, Optional, get_type_hints
+
+import torch
+
+from megatron.slipstream import preflight
+from megatron.slipstream.chunk_graphs.options import ChunkGraphOptions
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.context_parallel.options import DynamicContextParallelOptions
+from megatron.slipstream.experts.options import ExpertOptions
+from megatron.slipstream.integration.budget.memory_budget_rules import complete_arguments
+from megatron.slipstream.integration.cpu import cpu_only
+from megatron.slipstream.integration.entry.flag_names import did_you_mean, given_flags
+from megatron.slipstream.integration.seam import compat
+from megatron.slipstream.integration.seam.config_file import config_from_environment
+from megatron.slipstream.launcher import rank
+from megatron.slipstream.model_rules import MODULE_NAMES
+from megatron.slipstream.module_rules import own_modules
+from megatron.slipstream.packed_sequences.options import PackingOptions
+from megatron.slipstream.patches import table
+from megatron.slipstream.patches.table import Feature
+from megatron.slipstream.tiles.options import TileOptions
+
+logger = logging.getLogger(__name__)
+
+# Megatron's defaults assume a GPU. These come before the user's flags, so the user's win.
+_CPU_DEFAULTS: tuple[tuple[str, ...], ...] = (
+    ("--distributed-backend", "gloo"),
+    ("--transformer-impl", "local"),
+    ("--num-workers", "0"),
+    ("--use-cpu-initialization",),
+    ("--no-gradient-accumulation-fusion",),
+    ("--no-persist-layer-norm",),
+    ("--no-rope-fusion",),
+    ("--no-masked-softmax-fusion",),
+    ("--no-bias-gelu-fusion",),
+    ("--no-bias-swiglu-fusion",),
+    ("--no-bias-dropout-fusion",),
+)
+
+# Megatron assumes Apex's fused weight gradient and raises without it in the first forward of the
+# output layer, on that pipeline stage only; the others then hang.
+_GPU_DEFAULTS: tuple[tuple[str, ...], ...] = (("--no-gradient-accumulation-fusion",),)
+_APEX_FUSED_WEIGHT_GRADIENT = "fused_weight_gradient_mlp_cuda"
+"""The extension module of Apex that megatron's gradient_accumulation_fusion calls."""
+
+_EXAMPLES = """\
+examples:
+  Tokenise the text that comes with the repository, then train on it with offloading:
+
+    python tools/preprocess_text.py examples/data/first_folio/*.txt --output-prefix .cache/text
+    python pretrain_gpt.py --data-path .cache/text --tokenizer-json .cache/text-tokenizer.json \\
+        --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \\
+        --max-position-embeddings 128 --micro-batch-size 4 --global-batch-size 8 --lr 1e-3 \\
+        --train-iters 20 --eval-interval 20 --eval-iters 2 --log-interval 1 --split 95,5,0 \\
+        --fine-grained-activation-offloading --offload-modules core_attn attn_proj mlp_norm
+
+  The same model on two processes, as a pipeline:
+
+    python -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py ... \\
+        --pipeline-model-parallel-size 2
+
+  Whole documents side by side, none of which sees another, instead of cuts of the text:
+
+    python pretrain_gpt.py ... --micro-batch-size 1 --sequence-packing balanced
+"""
+
+
+@dataclass(frozen=True)
+class EntryOptions:
+    """Settings of the training script, beside those of the engine."""
+
+    tokenizer_json: Optional[str] = None
+    """Tokenizer file written by tools/preprocess_text.py. Sets the vocabulary size and the
+    end-of-document token; replaces --tokenizer-type and --vocab-size."""
+
+    progress: Literal["auto", "on", "off"] = "auto"
+    """Loss, time and offloaded bytes of an iteration on stderr: 'on' draws a progress bar; 'auto'
+    does so on a terminal and otherwise logs a line every --log-interval iterations; 'off' shows
+    neither."""
+
+    megatron_output_path: str = "megatron-output.log"
+    """File that megatron's own output is appended to: its arguments, warnings and a line per
+    iteration with times. '-' prints it instead. Ranks are named as in '--offload-report-path'."""
+
+    eval_before_training: bool = False
+    """Evaluate on the validation set before the first iteration, too."""
+
+    run_record_path: Optional[str] = None
+    """Write this run's figures as JSON to this file: loss and peak activation bytes per iteration,
+    evaluation losses, digests of the last gradients and the final weights. Ranks are named as in
+    '--offload-report-path'."""
+
+    output_interval: int = 100
+    """Iterations between two writings of report, trace and run record, which are also written when
+    training ends; 0: only then. An .html report is written at the end."""
+
+
+_GROUPS: tuple[tuple[type, str], ...] = (
+    (OffloadConfig, "slipstream"),
+    (PackingOptions, "slipstream packed sequences"),
+    (DynamicContextParallelOptions, "slipstream dynamic context parallelism"),
+    (ExpertOptions, "slipstream experts"),
+    (TileOptions, "slipstream tiles of the sequence"),
+    (ChunkGraphOptions, "slipstream CUDA graphs"),
+    (EntryOptions, "slipstream script"),
+)
+"""Dataclasses whose fields are flags, and the titles of their groups."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our argument groups; the flags are the field names of their dataclasses."""
+    for options, title in _GROUPS:
+        _add_group(parser, options, title)
+    _default_to_file(parser)
+
+    # argparse would print megatron's thousand-line usage before the one line that matters.
+    def error(message: str) -> NoReturn:
+        compat.refuse_later_flags(message)
+        raise ValueError(message + _nearest_flags(parser, message))
+
+    parser.error = error  # type: ignore[method-assign]
+    return parser
+
+
+def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add only the engine's flags: an ``extra_args_provider`` for other scripts.
+
+    Raises:
+        ValueError: The settings file, which sets the flags' defaults, cannot be used.
+    """
+    _add_group(parser, *_GROUPS[0])
+    _default_to_file(parser)
+    return parser
+
+
+def _add_group(parser: argparse.ArgumentParser, options: type, title: str) -> None:
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    # Megatron's factory needs types, but postponed annotations are strings.
+    types = get_type_hints(options)
+    for field in dataclasses.fields(options):
+        # It warns about types it cannot infer, even if the field specifies how it is parsed.
+        is_told = "type" in field.metadata.get("argparse_meta", {})
+        field.type = str if is_told else types[field.name]
+    ArgumentGroupFactory(options).build_group(parser, title)
+
+
+def _default_to_file(parser: argparse.ArgumentParser) -> None:
+    """Use the values of the settings file as the flags' defaults."""
+    parser.set_defaults(**dataclasses.asdict(config_from_environment()))
+
+
+def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
+    """Return megatron's arguments with our fields, unchecked.
+
+    The CPU shims must be in place; see :func:`cpu_only.install_training_shims`.
+
+    Args:
+        argv: Flags without the program's name.
+        defaults: Flags that apply if ``argv`` does not set them.
+
+    Raises:
+        ValueError: A flag is unknown, has an invalid value, or cannot be used with this parser.
+    """
+    if {"-h", "--help", "--help-all"} & set(argv):
+        raise ValueError("the flags ask for help, so there is nothing to check; leave --help out")
+    if "--yaml-cfg" in given_flags(argv):
+        raise ValueError(
+            "yaml_cfg is not supported with this script because megatron's YAML path drops the "
+            "flags of others; give the settings as flags"
+        )
+    from megatron.training import arguments as megatron_arguments
+
+    with _process_arguments([*defaults, *argv]):
+        args = megatron_arguments.parse_args(add_arguments)
+    complete_arguments(args)
+    # Megatron requires a module, even to offload only the inputs of checkpoints.
+    is_own = args.fine_grained_activation_offloading and args.offload_engine == "slipstream"
+    if is_own and args.offload_checkpoint_inputs:
+        args.offload_modules = args.offload_modules or ["core_attn"]
+    if is_own and own_modules(args):
+        table.apply(Feature.MODULE_NAMES)
+    return args
+
+
+def defaults_of_machine(argv: Sequence[str]) -> list[str]:
+    """Return and log flags that training on this machine needs and the user did not give."""
+    given = given_flags(argv)
+    if torch.cuda.is_available():
+        needed, reason = _GPU_DEFAULTS, "Apex is not installed; running"
+        if preflight.is_installed(_APEX_FUSED_WEIGHT_GRADIENT):
+            return []
+    else:
+        needed, reason = _CPU_DEFAULTS, "no GPU found; running on the CPU"
+        # Megatron requires it with tensor parallelism, to order kernel launches on a GPU.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    added = [flag for flags in needed if flags[0] not in given for flag in flags]
+    if added and rank() == 0:
+        logger.info("%s with %s", reason, " ".join(added))
+    return added
+
+
+@contextmanager
+def _process_arguments(argv: Sequence[str]) -> Iterator[None]:
+    """Context with these arguments in ``sys.argv``, which megatron's parser always reads."""
+    before = sys.argv
+    sys.argv = [before[0] if before else "pretrain_gpt.py", *argv]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _nearest_flags(parser: argparse.ArgumentParser, message: str) -> str:
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    words = [word.rstrip(":,").split("=")[0] for word in message.split() if word[:2] == "--"]
+    unknown = [word for word in words if word not in known]
+    return did_you_mean(unknown, known)
+
+
+def print_help(everything: bool) -> None:
+    """Print our flags with examples; with ``everything`` also megatron's flags."""
+    cpu_only.install_training_shims()
+    parser = argparse.ArgumentParser(
+        prog="pretrain_gpt.py",
+        description=(
+            "Train a GPT model with megatron-core, with activations moved to the host during the "
+            "forward pass and back before the backward pass needs them. Takes all of megatron's "
+            "flags and those below."
+        ),
+        epilog=_EXAMPLES + _modules_help() + "\nMegatron's own flags: --help-all",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="pretrain_gpt.py [megatron's flags] [slipstream's flags]",
+        allow_abbrev=False,
+    )
+    if everything:
+        from megatron.training.arguments import add_megatron_arguments
+
+        add_megatron_arguments(parser)
+    add_arguments(parser)
+    _repair_help(parser)
+    parser.print_help()
+
+
+def _repair_help(parser: argparse.ArgumentParser) -> None:
+    """Escape a bare '%' in megatron's help texts, which argparse cannot format."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (KeyError, TypeError, ValueError):
+            action.help = (action.help or "").replace("%", "%%")
+
+
+def _modules_help() -> str:
+    width = max(map(len, MODULE_NAMES))
+    rows = [f"    {name:<{width}}  {what}" for name, what in MODULE_NAMES.items()]
+    return (
+        "\nwhat to move (megatron's --fine-grained-activation-offloading --offload-modules ...):\n"
+        + "\n".join(rows)
+        + "\n"
+    )

@@ -1,0 +1,416 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Derive a model's shape from megatron's flags, for a plan without a GPU.
+
+Megatron parses and validates the flags, so every default and derived value is the same as in
+training. Models whose sizes cannot be derived are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Optional
+
+from megatron.slipstream import preflight
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.estimate.model_options import shape_of_options
+from megatron.slipstream.estimate.model_shapes import (
+    QUANTIZED_BYTES,
+    AttentionBackend,
+    ModelShape,
+    Optimizer,
+)
+from megatron.slipstream.estimate.saved_tensors import CHECKPOINT_INPUTS
+from megatron.slipstream.estimate.training_setup import (
+    Configured,
+    default_micro_batches,
+    usable_modules,
+)
+from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
+from megatron.slipstream.integration.cpu import cpu_only
+from megatron.slipstream.integration.entry import dry_run, validation
+from megatron.slipstream.integration.entry.checks import check_options
+from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
+from megatron.slipstream.integration.seam.engine_setup import policy_options
+from megatron.slipstream.module_rules import OF_LATENT_ATTENTION, OUTSIDE_LAYERS
+from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.rules import (
+    Predicate,
+    Rule,
+    always,
+    check_rules,
+    facts_of,
+    is_one_of,
+    option_rule,
+    require,
+    unsupported,
+)
+
+
+def configured_by_flags(
+    flags: Sequence[str],
+    num_processes: Optional[int] = None,
+    num_micro_batches: Optional[int] = None,
+    state_gib: Optional[float] = None,
+) -> Configured:
+    """Return the training setup that megatron's flags describe.
+
+    Without a GPU, the CPU shims stay in place afterwards.
+
+    Args:
+        flags: Flags of the training script; those without effect on sizes are ignored.
+        num_processes: Number of processes of the training; None for the minimum of its model
+            parallelism.
+        num_micro_batches: Number of micro-batches to plan; None for those of an iteration, or
+            fewer if they suffice to show its steady state.
+        state_gib: Weights, gradients and optimizer of a rank as the user gives them; None derives
+            them from the parameters, for which some options are refused.
+
+    Raises:
+        ValueError: Training would refuse the flags on any machine, or they cannot be planned.
+    """
+    # Tensor parallelism requires 1 on older GPUs, and FSDP more.
+    connections = "32" if {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(flags) else "1"
+    with dry_run.as_in_training(CUDA_DEVICE_MAX_CONNECTIONS=connections):
+        cpu_only.install_training_shims()
+        args = dry_run.parse_for(flags, num_processes)
+        validation.apply_tokenizer(args)
+        require(check_options(args))
+        config = _config(args)
+    require(check_rules(PLAN_RULES, _facts(args, config, state_gib)))
+    return _configured(args, config, num_micro_batches)
+
+
+def _config(args: Any) -> Any:
+    """Return the configuration that megatron creates from the arguments and validates."""
+    from megatron.training import arguments as megatron_arguments
+
+    try:
+        with _as_with_transformer_engine(args) as fused:
+            megatron_arguments.validate_args(args, {})
+            config = megatron_arguments.core_transformer_config_from_args(args)
+        for name, value in fused.items():
+            setattr(config, name, value)
+        return config
+    except AssertionError as error:
+        raise validation.refused_by_megatron(error) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        # Megatron's code may raise any exception on unexpected input.
+        raise ValueError(
+            f"megatron cannot make a model of the flags: {type(error).__name__}: {error}; give "
+            "all flags of the training"
+        ) from error
+
+
+_TRANSFORMER_ENGINE = "2.20.0"
+"""The release that a plan is for, if none is installed."""
+
+
+@contextmanager
+def _as_with_transformer_engine(args: Any) -> Iterator[dict[str, Any]]:
+    """Let megatron validate for a machine with Transformer Engine, installed here or not.
+
+    Without it, megatron refuses fp8 and some kernels. Those kernels are turned off.
+
+    Yields:
+        The values of what was turned off.
+    """
+    if preflight.is_installed("transformer_engine"):
+        yield {}
+        return
+    from megatron.core import utils
+    from packaging.version import Version
+
+    names = ("apply_rope_fusion", "moe_permute_fusion")
+    fused = {name: getattr(args, name) for name in names}
+    before, utils._te_version = utils._te_version, Version(_TRANSFORMER_ENGINE)
+    for name in names:
+        setattr(args, name, False)
+    try:
+        yield fused
+    finally:
+        utils._te_version = before
+
+
+def _facts(args: Any, config: Any, state_gib: Optional[float]) -> SimpleNamespace:
+    """Return options by name: the configuration's if set, else the arguments'."""
+    of_config = {name: value for name, value in vars(config).items() if value}
+    merged = SimpleNamespace(**{**vars(args), **of_config, "state_gib": state_gib})
+    return facts_of(merged, PLAN_RULES, (), {"cuda_graph_impl": "none", "num_moe_experts": None})
+
+
+_unsupported = partial(unsupported, "with a plan from flags", always)
+
+_IN_16_BITS = "leave it out for sizes in 16 bits, an upper limit, or plan a recorded trace"
+_BY_RECIPE = (
+    "what Transformer Engine keeps of a quantised tensor depends on recipe and GPU and has not "
+    "been measured"
+)
+_NOT_MODELLED = (
+    *("mtp_num_layers", "hybrid_layer_pattern", "heterogeneous_layers_config_path"),
+    *("experimental_attention_variant", "attention_output_gate", "qk_l2_norm"),
+    *("fp32_residual_connection", "cpu_offloading", "moe_expert_capacity_factor"),
+    *("moe_latent_size", "moe_apply_probs_on_input", "use_transformer_engine_op_fuser"),
+    *("use_te_activation_func", "activation_func_fp8_input_store"),
+    *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute"),
+    *("moe_paged_stash", "moe_expert_rank_capacity_factor", "fused_residual_rmsnorm"),
+    *("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
+    *("use_kitchen_attention", "hybrid_context_parallel", "logits_load_dir", "perform_rl_step"),
+    *("heterogeneous_layers_config_encoded_json", "use_fused_weighted_squared_relu"),
+    *("overlap_dispatch_backward_with_experts_wgrad", "distribute_saved_activations"),
+)
+"""Options that change what layers save."""
+
+_OTHER_STATE = (
+    *("use_megatron_fsdp", "use_torch_fsdp2", "fp4_param_gather"),
+    "freeze_all_layers",
+)
+"""Options that change the memory of weights, gradients and optimizer."""
+
+
+def _not_modelled(option: str, accepts: Optional[Predicate] = None) -> Rule:
+    return _unsupported(option, "what its layers save is not modelled", "leave it out", accepts)
+
+
+def _other_state(option: str, accepts: Optional[Predicate] = None) -> Rule:
+    return unsupported(
+        "with a plan from flags",
+        lambda f: f.state_gib is None,
+        option,
+        "state is planned as 16-bit weights, their gradients and Adam's state",
+        "set --state-gib to the GiB of weights, gradients and optimizer on a rank",
+        accepts,
+    )
+
+
+STATE_RULES: tuple[Rule, ...] = (
+    *map(_other_state, _OTHER_STATE),
+    _other_state("optimizer", is_one_of("optimizer", ("adam",))),
+    _other_state("fp8_param_gather", lambda f: not f.fp8_param_gather or f.fp8_recipe == "mxfp8"),
+    _other_state(
+        "num_distributed_optimizer_instances",
+        lambda f: (f.num_distributed_optimizer_instances or 1) <= 1,
+    ),
+    _other_state("gtp_weight_remat_size", lambda f: (f.gtp_weight_remat_size or 1) <= 1),
+    _other_state(
+        "expert_gtp_weight_remat_size", lambda f: (f.expert_gtp_weight_remat_size or 1) <= 1
+    ),
+)
+"""Restrictions of the state that is derived from the parameters."""
+
+PLAN_RULES: tuple[Rule, ...] = (
+    _not_modelled("fp8_recipe", lambda f: not f.fp8 or f.fp8_recipe in QUANTIZED_BYTES),
+    _not_modelled("fp8_dot_product_attention"),
+    _unsupported("fp4", _BY_RECIPE, _IN_16_BITS),
+    *map(_not_modelled, _NOT_MODELLED),
+    _unsupported(
+        "offload_checkpoint_inputs",
+        "inputs that checkpoints of modules keep are not modelled",
+        "leave it out, or set recompute_granularity=full",
+        lambda f: not f.offload_checkpoint_inputs or f.recompute_granularity == "full",
+    ),
+    _unsupported(
+        "activation_memory_budget",
+        "training chooses from what it measures",
+        "leave it out; --frontier of 'slipstream plan' shows what budgets give",
+    ),
+    _unsupported(
+        "offload_engine",
+        "megatron-core's engine follows no plan",
+        "set offload_engine=slipstream",
+        is_one_of("offload_engine", ("slipstream",)),
+    ),
+    _not_modelled("mlp_chunks_for_training", lambda f: (f.mlp_chunks_for_training or 1) <= 1),
+    *(
+        _not_modelled(option, is_one_of(option, (1, None)))
+        for option in ("loss_sequence_tiles", "mlp_sequence_tiles")
+    ),
+    _not_modelled("cuda_graph_impl", is_one_of("cuda_graph_impl", ("none",))),
+    _not_modelled("cuda_graph_granularity", is_one_of("cuda_graph_granularity", ("layer",))),
+    _unsupported(
+        "transformer_impl",
+        "what its layers save is not modelled",
+        "set transformer_impl=transformer_engine",
+        is_one_of("transformer_impl", ("transformer_engine", "local")),
+    ),
+    _unsupported(
+        "moe_grouped_gemm",
+        "megatron-core marks the experts only if they are grouped",
+        "set --moe-grouped-gemm",
+        lambda f: not f.num_moe_experts or f.moe_grouped_gemm,
+    ),
+    _unsupported(
+        "moe_token_dispatcher_type",
+        "the tokens that it gathers are not modelled",
+        "set --moe-token-dispatcher-type alltoall",
+        # With one rank, nothing is gathered.
+        lambda f: (
+            f.moe_token_dispatcher_type != "allgather"
+            or not f.num_moe_experts
+            or f.expert_model_parallel_size == f.tensor_model_parallel_size == 1
+        ),
+    ),
+    *STATE_RULES,
+    option_rule(
+        "vocab_size",
+        lambda f: getattr(f, "padded_vocab_size", None) is None,
+        lambda f: f.vocab_size is not None,
+        "vocab_size is not set, so the size of the output layer is not known",
+        "set --vocab-size, or --tokenizer-json",
+    ),
+)
+"""Restrictions of a plan on options that training supports."""
+
+
+def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Configured:
+    shape = _shape(args, config)
+    in_iteration = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    limit = num_micro_batches or default_micro_batches(shape.parallelism)
+    notes = []
+    if in_iteration > limit and num_micro_batches is None:
+        notes.append(
+            f"{limit} of {in_iteration} micro-batches are planned, since the rest repeats them "
+            "(--num-micro-batches plans others)"
+        )
+    modules: tuple[str, ...] = ()
+    if config.fine_grained_activation_offloading:
+        modules, unlike = _planned_modules(args.offload_modules or ())
+        notes += unlike
+    if modules and args.offload_checkpoint_inputs:
+        modules = (CHECKPOINT_INPUTS, *modules)
+    if not modules:
+        notes.append("the flags offload nothing; planned as if all modules might move")
+    if shape.fp8_recipe:
+        notes.append(
+            "sizes under fp8 are derived, not measured, and times are those of 16-bit products"
+        )
+    if args.position_embedding_type == "learned_absolute":
+        notes.append("state leaves out the position embeddings, of max_position_embeddings rows")
+    if args.attention_backend.name == "auto" and args.transformer_impl != "local":
+        notes.append(f"attention_backend=auto is taken to be {shape.attention_backend}")
+    return Configured(
+        "megatron's flags",
+        shape,
+        modules or usable_modules(shape),
+        num_micro_batches if num_micro_batches is not None else min(in_iteration, limit),
+        config.min_offloaded_tensor_size,
+        _policy(args, config),
+        tuple(notes),
+    )
+
+
+def _planned_modules(names: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Return the modules to plan for those that move, and a note where they differ."""
+    notes = []
+    latent = [name for name in names if name in OF_LATENT_ATTENTION]
+    if latent:
+        notes.append(f"planned as qkv_linear, which contains them: {', '.join(latent)}")
+    outside = [name for name in names if name in OUTSIDE_LAYERS]
+    if outside:
+        notes.append(f"planned as if they stayed: {', '.join(outside)}")
+    planned = ("qkv_linear" if name in latent else name for name in names if name not in outside)
+    return tuple(dict.fromkeys(planned)), notes
+
+
+def _policy(args: Any, config: Any) -> PolicyOptions:
+    """Return the plan options of a training with these flags.
+
+    Its host memory is that of another machine, so a limit applies only if it is given.
+    """
+    own = OffloadConfig.of(args)
+    model = SimpleNamespace(**{**defaults_of_later_options(), **vars(config)})
+    options = PassPolicy.of(model).applied_to(policy_options(own))
+    return replace(options, host_memory_limit_bytes=own.offload_host_memory_limit_bytes)
+
+
+def _shape(args: Any, config: Any) -> ModelShape:
+    cp_comm_type = args.cp_comm_type
+    if isinstance(cp_comm_type, list):  # One for all layers, or one for each.
+        cp_comm_type = cp_comm_type[0]
+    shape = shape_of_config(
+        config,
+        vocab_size=_padded_vocab_size(args),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        attention_backend=_backend(args, config),
+        # Without rotary embeddings there are no rotary tables.
+        apply_rope_fusion=config.apply_rope_fusion or args.position_embedding_type != "rope",
+        optimizer=_optimizer(args),
+    )
+    parallelism = replace(
+        shape.parallelism,
+        dp=args.data_parallel_size,
+        shards_optimizer=bool(args.use_distributed_optimizer),
+        cp_comm_type=cp_comm_type or "p2p",
+    )
+    return replace(shape, parallelism=parallelism)
+
+
+def _optimizer(args: Any) -> Optimizer:
+    """Return the bytes of gradients and optimizer state.
+
+    megatron-core's optimizer on the host has its state in float32 on both sides. Transformer
+    Engine's keeps only the lower half of a main weight beside a 16-bit weight.
+    """
+    is_16_bit = (args.fp16 or args.bf16) and not args.accumulate_allreduce_grads_in_fp32
+    found = Optimizer(2 if is_16_bit else 4)
+    if args.fp8:
+        weight_bytes = 2 * QUANTIZED_BYTES[args.fp8_recipe]
+        found = replace(found, weight_bytes=weight_bytes + (0 if args.fp8_param_gather else 2))
+    if args.optimizer_cpu_offload:
+        return replace(found, host_share=args.optimizer_offload_fraction)
+    if not args.use_precision_aware_optimizer:
+        return found
+    main_bytes = args.main_params_dtype.itemsize
+    if args.bf16 and main_bytes == 4 and (not args.fp8 or args.fp8_recipe == "delayed"):
+        main_bytes = 2
+    moment_bytes = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    return replace(found, main_bytes=main_bytes, moment_bytes=moment_bytes)
+
+
+def shape_of_config(config: Any, **training: Any) -> ModelShape:
+    """Return the shape of the model that a ``TransformerConfig`` describes.
+
+    Args:
+        config: The configuration.
+        training: Fields of :class:`ModelShape` that ``config`` lacks, or that override its values.
+    """
+    return shape_of_options(config, **{"layers_per_chunk": _layers_per_chunk(config), **training})
+
+
+def _padded_vocab_size(args: Any) -> int:
+    padded = getattr(args, "padded_vocab_size", None)
+    if padded is not None:
+        return int(padded)
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return -(-int(args.vocab_size) // int(multiple)) * int(multiple)
+
+
+def _backend(args: Any, config: Any) -> AttentionBackend:
+    if args.transformer_impl == "local":
+        return "local"
+    given = args.attention_backend.name
+    if given in ("fused", "flash", "unfused"):
+        return given
+    return "fused" if config.bf16 or config.fp16 else "unfused"
+
+
+def _layers_per_chunk(config: Any) -> tuple[tuple[int, ...], ...]:
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    def count(rank: int, stage: int) -> int:
+        layout = getattr(config, "pipeline_model_parallel_layout", None)
+        if layout is not None:
+            return int(layout.layout[rank][stage].count(LayerType.decoder))
+        vp_stage = stage if config.virtual_pipeline_model_parallel_size else None
+        return int(get_num_layers_to_build(config, vp_stage, rank))
+
+    stages = range(config.virtual_pipeline_model_parallel_size or 1)
+    ranks = range(config.pipeline_model_parallel_size)
+    return tuple(tuple(count(rank, stage) for stage in stages) for rank in ranks)

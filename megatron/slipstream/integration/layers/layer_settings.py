@@ -1,0 +1,282 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Which parts of each layer backward recomputes, changed on a built model between iterations.
+
+A setting of a layer (:mod:`~megatron.slipstream.plan.settings`) is what the flags
+``recompute_granularity`` and ``recompute_modules`` are for all layers. The flags are the minimum:
+no setting recomputes less. Results do not depend on settings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+
+from megatron.slipstream.integration.graphs import chunk_graphs
+from megatron.slipstream.integration.layers.layer_kinds import Kinds
+from megatron.slipstream.integration.layers.layer_parts import (
+    CONTAINED,
+    DECISIONS,
+    decisions_of,
+    is_captured,
+    why_not,
+)
+from megatron.slipstream.integration.layers.recomputed_layer import RecomputedMixin
+from megatron.slipstream.integration.seam import model_router
+from megatron.slipstream.integration.seam.layer_classes import convert
+from megatron.slipstream.plan.settings import (
+    NOTHING,
+    WHOLE,
+    WHOLE_LAYER,
+    Assignment,
+    LayerSetting,
+    describe_setting,
+)
+
+_PARTS = tuple(dict.fromkeys(decision.part for decision in DECISIONS))
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """A layer of a built model and the settings that it takes."""
+
+    layer: torch.nn.Module
+    kind: str
+    """Layers of one kind have the same modules, shapes and options: ``"dense"``, ``"mla moe"``,
+    with a number if there are several such kinds."""
+    minimum: LayerSetting
+    """What the flags recompute."""
+    settings: tuple[LayerSetting, ...]
+    """From the one that usually takes the least device memory to :attr:`minimum`."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Parts that the layer has and that settings cannot change, each with the reason."""
+
+
+def layers_of(chunks: Sequence[torch.nn.Module]) -> list[LayerOptions]:
+    """Return the layers of this rank, in forward order, model chunk by model chunk.
+
+    These are the layers of each chunk's decoder, also of a hybrid model, then those of its
+    multi-token prediction. Layers without parts (Mamba) are recomputed as a whole or not at all.
+    Encoders and vision models stay as they are: their passes are not announced to the engine.
+
+    Args:
+        chunks: All chunks of the model on this rank, wrapped or not.
+
+    Raises:
+        ValueError: A chunk has no language model with a decoder.
+    """
+    kinds = Kinds()
+    found = []
+    for chunk in chunks:
+        model = _language_model(chunk)
+        has_chunk_graphs = chunk_graphs.graphs_of(model.decoder) is not None
+        for layer, is_checkpointed in _layers(model):
+            state = _states.get(layer)
+            if state is None:
+                state = _states[layer] = _State(layer, is_checkpointed)
+            refused = {part: why_not(part, layer, has_chunk_graphs) for part in state.parts}
+            refused = {part: reason for part, reason in refused.items() if reason}
+            settings = tuple(_settings(state, state.parts - refused.keys()))
+            kind = kinds.name_of(layer)
+            found.append(LayerOptions(layer, kind, state.minimum, settings, refused))
+    return found
+
+
+def apply(assignment: Assignment, chunks: Sequence[torch.nn.Module]) -> None:
+    """Give each layer its setting, from the next forward pass on.
+
+    If the model offloads with Slipstream's engine, its iterations follow only plans that were made
+    with the same assignment.
+
+    Args:
+        assignment: A setting for each layer of :func:`layers_of`.
+        chunks: All chunks of the model on this rank, wrapped or not.
+
+    Raises:
+        ValueError: The assignment does not have one setting for each layer, or a layer does not
+            take its setting.
+        RuntimeError: A layer to change is in a CUDA graph, or the engine knows of an iteration that
+            has begun and not ended. Without offloading, a change then holds from the next pass on.
+    """
+    options = layers_of(chunks)
+    _check(assignment, options)
+    changes = [
+        (one, setting)
+        for one, setting in zip(options, assignment, strict=True)
+        if _states[one.layer].setting != setting
+    ]
+    if changes:
+        _check_not_captured(chunks, [one.layer for one, _ in changes])
+    _tell_engine(chunks, tuple(assignment))
+    for one, setting in changes:
+        _states[one.layer].take(one, setting)
+
+
+def make_frugal(chunk: torch.nn.Module) -> None:
+    """Give each layer of a chunk its most frugal setting before the chunk's first pass.
+
+    The engine is not told: the chunk may have its first pass within an iteration.
+    """
+    for one in layers_of([chunk]):
+        _states[one.layer].take(one, one.settings[0])
+
+
+def give(assignment: Assignment, chunks: Sequence[torch.nn.Module], chunk: torch.nn.Module) -> None:
+    """Give the layers of one chunk their settings after :func:`make_frugal`.
+
+    Args:
+        assignment: A setting for each layer of ``chunks``.
+        chunks: All chunks of the model on this rank.
+        chunk: One of them.
+    """
+    layers = {one.layer for one in layers_of([chunk])}
+    for one, setting in zip(layers_of(chunks), assignment, strict=True):
+        if one.layer in layers:
+            _states[one.layer].take(one, setting)
+
+
+def restore(chunks: Sequence[torch.nn.Module]) -> None:
+    """Give each layer back the attributes and the class that it was built with.
+
+    CUDA graphs that exist keep the settings that they contain.
+
+    Args:
+        chunks: All chunks of the model on this rank, wrapped or not.
+
+    Raises:
+        RuntimeError: The engine knows of an iteration that has begun and not ended.
+    """
+    options = layers_of(chunks)
+    _tell_engine(chunks, ())
+    for one in options:
+        _states.pop(one.layer).take(one, one.minimum)
+
+
+def assignment_of(chunks: Sequence[torch.nn.Module]) -> Assignment:
+    """Return the setting that each layer has."""
+    return tuple(_states[one.layer].setting for one in layers_of(chunks))
+
+
+class _State:
+    """The setting that a layer has, and what it was built with.
+
+    Args:
+        layer: The layer, as it was built.
+        is_checkpointed: Whether its block recomputes it as a whole, as the flags say.
+    """
+
+    def __init__(self, layer: torch.nn.Module, is_checkpointed: bool) -> None:
+        self._built_with = {
+            decision: bool(getattr(owner, decision.attribute))
+            for decision, owner in decisions_of(layer)
+        }
+        self.parts = WHOLE | {decision.part for decision in self._built_with}
+        """The parts that the layer has."""
+        self.minimum = WHOLE
+        """What the flags recompute."""
+        if not is_checkpointed:
+            recomputed = (decision.part for decision, is_set in self._built_with.items() if is_set)
+            self.minimum = LayerSetting(recomputed)
+        self.setting = self.minimum
+        self._undo: Optional[Callable[[], None]] = None
+        """Restores the class of the layer; None unless it is recomputed by this module."""
+
+    def take(self, options: LayerOptions, setting: LayerSetting) -> None:
+        """Set the attributes and the class of the layer for ``setting``."""
+        for decision, owner in decisions_of(options.layer):
+            as_built = setting == self.minimum or decision.part in options.refused
+            is_set = self._built_with[decision] if as_built else decision.part in setting
+            setattr(owner, decision.attribute, is_set)
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        if setting == WHOLE != self.minimum:
+            self._undo = convert(options.layer, RecomputedMixin)
+        self.setting = setting
+
+
+_states: weakref.WeakKeyDictionary[torch.nn.Module, _State] = weakref.WeakKeyDictionary()
+"""The layers that :func:`layers_of` has seen."""
+
+
+def _settings(state: _State, accepted: frozenset[str]) -> Iterator[LayerSetting]:
+    """Yield the settings of a layer, the one that usually takes the least memory first."""
+    if WHOLE_LAYER in accepted | state.minimum:
+        yield WHOLE
+    if state.minimum == WHOLE:
+        return
+    free = [part for part in _PARTS if part in accepted - state.minimum]
+    for choice in itertools.product((True, False), repeat=len(free)):
+        setting = state.minimum.union(itertools.compress(free, choice))
+        inside = frozenset().union(*(CONTAINED.get(part, NOTHING) for part in setting))
+        if not inside & setting - state.minimum:
+            yield setting
+
+
+def _check(assignment: Assignment, options: Sequence[LayerOptions]) -> None:
+    if len(assignment) != len(options):
+        raise ValueError(
+            f"an assignment of {len(assignment)} settings is not supported because this rank has "
+            f"{len(options)} layers; give one for each"
+        )
+    for number, (one, setting) in enumerate(zip(options, assignment, strict=True)):
+        if setting not in one.settings:
+            taken = ", ".join(map(describe_setting, one.settings))
+            reasons = "; ".join(
+                f"{part}: {one.refused[part]}" for part in sorted(setting) if part in one.refused
+            )
+            raise ValueError(
+                f"setting={describe_setting(setting)} is not supported with layer {number} of kind "
+                f"{one.kind!r} because "
+                f"{reasons or 'it lacks such parts, or its flags recompute others'}; "
+                f"set one of: {taken}"
+            )
+
+
+def _check_not_captured(chunks: Sequence[torch.nn.Module], layers: Sequence[Any]) -> None:
+    of_chunks = (chunk_graphs.graphs_of(_language_model(chunk).decoder) for chunk in chunks)
+    if any(map(is_captured, layers)) or any(graphs and graphs.is_captured for graphs in of_chunks):
+        raise RuntimeError(
+            "other settings of layers are not supported once CUDA graphs of them are captured "
+            "because the graphs contain the old ones; delete the graphs first, or change the "
+            "settings before the capture (cuda_graph_warmup_steps)"
+        )
+
+
+def _language_model(chunk: torch.nn.Module) -> Any:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    for module in chunk.modules():
+        if isinstance(module, LanguageModule) and hasattr(module, "decoder"):
+            return module
+    raise ValueError(
+        f"chunk={type(chunk).__name__} is not supported because it contains no language model of "
+        "megatron-core with a decoder; give the chunks of a GPTModel or a HybridModel"
+    )
+
+
+def _layers(model: Any) -> Iterator[tuple[torch.nn.Module, bool]]:
+    """Yield the layers of a model in forward order, and whether their block checkpoints them."""
+    config = model.config
+    is_full = config.recompute_granularity == "full"
+    for number, layer in enumerate(model.decoder.layers):
+        is_block = config.recompute_method == "block"
+        yield layer, is_full and not (is_block and number >= config.recompute_num_layers)
+    for predictor in getattr(getattr(model, "mtp", None), "layers", ()):
+        inner = predictor.mtp_model_layer
+        for layer in getattr(inner, "layers", [inner]):
+            yield layer, is_full and config.recompute_method == "uniform"
+
+
+def _tell_engine(chunks: Sequence[torch.nn.Module], assignment: Assignment) -> None:
+    manager = model_router.installed()
+    models = [_language_model(chunk) for chunk in chunks]
+    if manager is None or not models[0].config.fine_grained_activation_offloading:
+        return
+    manager.router.bind(models)
+    manager.router.manager_of(models[0]).change_assignment(assignment)

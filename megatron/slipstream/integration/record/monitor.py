@@ -1,0 +1,280 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Progress display and record of a training run, from megatron's callbacks.
+
+In every schedule these are the forward step, the loss function and the function that finalises
+gradients after the last backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Optional
+
+import torch
+
+from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.plan.progress_bar import columns
+from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.plan.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+
+class Monitor(contextlib.AbstractContextManager["Monitor"]):
+    """Monitors one rank's training. Use it as a context around ``pretrain``.
+
+    All forward and backward passes of an iteration lie between :meth:`before_forward` of its first
+    micro-batch and the end of :meth:`finalizing`. The memory peak between them, minus the memory
+    allocated before, is the peak of its activations (and of temporary gradients).
+
+    Args:
+        num_iterations: Number of the run's last iteration.
+        iteration: Returns the number of the current iteration, from 1; a resumed run starts higher.
+        progress: 'bar' draws a bar on stderr, 'lines' logs lines at intervals, 'none' neither.
+        log_interval: Number of iterations between two lines.
+        record: Keep per-iteration figures for :meth:`save`. Costs a device synchronisation per
+            iteration, and resets torch's peak memory statistics.
+        bytes_offloaded: Returns the bytes copied to the host in the last complete iteration; None
+            without an engine.
+        backend: The engine's backend, which also resets the peak statistics in some iterations;
+            None without an engine.
+        evaluation_length: Micro-batches of one evaluation on this rank, to separate consecutive
+            evaluations; 0 if unknown.
+        between_iterations: Called before an iteration begins, with this monitor and the number of
+            the last complete iteration, whose engine figures are available then.
+    """
+
+    def __init__(
+        self,
+        num_iterations: int,
+        iteration: Callable[[], int],
+        progress: Literal["bar", "lines", "none"],
+        record: bool,
+        bytes_offloaded: Optional[Callable[[], int]] = None,
+        evaluation_length: int = 0,
+        log_interval: int = 1,
+        backend: Optional[Backend] = None,
+        between_iterations: Optional[Callable[[Monitor, int], None]] = None,
+    ) -> None:
+        self._between_iterations = between_iterations
+        self._evaluation_length = evaluation_length
+        self._num_iterations = num_iterations
+        self._iteration_now = iteration
+        self._record = record
+        self._bytes_offloaded = bytes_offloaded
+        self._shows = progress != "none"
+        self._log_interval = max(log_interval, 1)
+        self._bar = _progress_bar(num_iterations) if progress == "bar" else None
+        if backend is None or (backend.name == "cuda") != torch.cuda.is_available():
+            # A backend that emulates a GPU does not count the memory of a real one.
+            backend = make_backend("auto")
+        self._backend = backend
+        self._meter: Optional[DeviceMemoryMeter] = None
+        if record and isinstance(self._backend, CpuBackend):
+            # It excludes the engine's host buffers; plans are made from its count.
+            self._meter = self._backend.meter = DeviceMemoryMeter()
+        self._stack = contextlib.ExitStack()
+        self._in_iteration = False
+        self._loss: Optional[float] = None
+        self._is_settled = True
+        self._baseline_bytes = 0
+        self._started_s = 0.0
+        self._began_s = 0.0
+        self._ended_s: Optional[float] = None
+        self._losses: list[torch.Tensor] = []
+        self._evaluation_losses: list[torch.Tensor] = []
+        self._model: Optional[list[torch.nn.Module]] = None
+        self._num_done = 0
+        self.figures: dict[str, Any] = {"iterations": [], "evaluations": []}
+
+    def __enter__(self) -> Monitor:
+        if self._bar is not None:
+            self._stack.enter_context(self._bar)
+        if self._meter is not None:
+            self._stack.enter_context(self._meter)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._settle()
+        self._stack.close()
+
+    # Callbacks, in the order of an iteration.
+
+    def before_forward(self) -> None:
+        """Called before every micro-batch's forward pass, in training and in evaluation."""
+        if not torch.is_grad_enabled():
+            self._ended_s = self._ended_s or time.perf_counter()
+            return
+        if self._in_iteration:
+            return
+        self._settle()
+        self._began_s, self._ended_s = time.perf_counter(), None
+        if self._between_iterations is not None and self._num_done > 0:
+            self._between_iterations(self, self._num_done)
+        self._in_iteration = True
+        if self._record:
+            _synchronize()
+            self._baseline_bytes = self._backend.begin_peak()
+            self._started_s = time.perf_counter()
+
+    def after_loss(self, loss_and_tokens: torch.Tensor) -> None:
+        """Called on the last pipeline stage with a micro-batch's ``[summed loss, tokens]``."""
+        if not self._record and not self._shows:
+            return
+        if torch.is_grad_enabled():
+            self._losses.append(loss_and_tokens)
+        else:
+            self._evaluation_losses.append(loss_and_tokens)
+            if len(self._evaluation_losses) == self._evaluation_length:
+                self._close_evaluation()
+
+    def finalizing(self, finalize_model_grads: Callable[..., None]) -> Callable[..., None]:
+        """Wrap megatron's function that finalises gradients, the last step before the optimizer."""
+
+        def finalize(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+            peak_bytes = 0
+            if self._record:
+                _synchronize()
+                peak_bytes = self._backend.peak_bytes() - self._baseline_bytes
+            finalize_model_grads(model, *args, **kwargs)
+            self._model = model
+            self._after_iteration(peak_bytes)
+
+        return finalize
+
+    def _after_iteration(self, activation_peak_bytes: int) -> None:
+        self._in_iteration = False
+        self._num_done = self._iteration_now()
+        self._is_settled = False
+        self._loss = _mean(self._losses)
+        self._losses.clear()
+        if self._record:
+            self.figures["iterations"].append(
+                {
+                    "loss": self._loss,
+                    "activation_peak_bytes": activation_peak_bytes,
+                    "graph_pool_bytes": graph_pool_bytes(),
+                    "bytes_offloaded": 0,
+                    "forward_backward_ms": 1e3 * (time.perf_counter() - self._started_s),
+                }
+            )
+            if self._num_done == self._num_iterations and self._model is not None:
+                self.figures["gradients_sha256"] = _digest(self._gradients())
+
+    def _settle(self) -> None:
+        """Complete the last iteration's figures, once the engine has finished that iteration."""
+        self._close_evaluation()
+        if self._is_settled:
+            return
+        self._is_settled = True
+        moved = None if self._bytes_offloaded is None else self._bytes_offloaded()
+        if self._record and moved is not None:
+            self.figures["iterations"][-1]["bytes_offloaded"] = moved
+        if self._shows:
+            # Time of the whole iteration with its optimizer step, excluding any later evaluation.
+            ms = 1e3 * ((self._ended_s or time.perf_counter()) - self._began_s)
+            self._show(_figures(self._loss, ms, moved))
+
+    def _show(self, figures: Sequence[str]) -> None:
+        done, total = self._num_done, self._num_iterations
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, figures="  ".join(figures))
+        elif done % self._log_interval == 0 or done == total:
+            logger.info("iteration %d/%d: %s", done, total, ", ".join(figures))
+
+    def _close_evaluation(self) -> None:
+        """Record an evaluation's loss, at its last micro-batch or when training goes on or ends."""
+        if self._evaluation_losses:
+            loss = _mean(self._evaluation_losses)
+            self.figures["evaluations"].append({"after_iterations": self._num_done, "loss": loss})
+            self._evaluation_losses.clear()
+
+    # Results
+
+    def save(self, path: str, is_end: bool = True) -> None:
+        """Write the figures of this rank as JSON, atomically.
+
+        Args:
+            path: Path of the file.
+            is_end: Whether training has ended normally; if so, add a digest of the final weights.
+        """
+        self._settle()
+        if is_end and self._model is not None:
+            weights = (p.detach() for chunk in self._model for p in chunk.parameters())
+            self.figures["weights_sha256"] = _digest(weights)
+        self.figures["torch_num_threads"] = torch.get_num_threads()
+        write_whole(path, (json.dumps(self.figures, indent=1) + "\n").encode())
+
+    def _gradients(self) -> Iterable[torch.Tensor]:
+        assert self._model is not None
+        for chunk in self._model:
+            for parameter in chunk.parameters():
+                gradient = getattr(parameter, "main_grad", None)
+                if gradient is None:
+                    gradient = parameter.grad
+                if gradient is not None:
+                    yield gradient
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # H2
+
+
+def _progress_bar(total: int) -> Progress:
+    """Return a bar that shows iterations, loss and offloaded bytes on stderr."""
+    from rich import progress
+    from rich.console import Console
+
+    measures = (progress.MofNCompleteColumn, progress.TimeRemainingColumn)
+    shown = columns(*measures, has_figures=True)
+    bar = progress.Progress(*shown, console=Console(stderr=True))
+    bar.add_task("training", total=total, figures="")
+    return bar
+
+
+def _figures(loss: Optional[float], ms: float, bytes_offloaded: Optional[int]) -> list[str]:
+    """Format the figures of one iteration."""
+    figures = [] if loss is None else [f"loss {loss:.4f}"]
+    figures.append(f"{ms:.0f} ms")
+    if bytes_offloaded is not None:
+        figures.append(f"offloaded {format_bytes(bytes_offloaded)}")
+    return figures
+
+
+def progress_kind(choice: str, is_logging_rank: bool) -> Literal["bar", "lines", "none"]:
+    """Return how this rank shows progress for the option's value; only one rank shows any."""
+    if not is_logging_rank or choice == "off":
+        return "none"
+    return "bar" if choice == "on" or sys.stderr.isatty() else "lines"
+
+
+def _mean(losses: list[torch.Tensor]) -> Optional[float]:
+    """Return the loss per token over ``[summed loss, tokens]`` of micro-batches; None if empty."""
+    if not losses:
+        return None
+    total, tokens = torch.stack([loss.double() for loss in losses]).sum(dim=0).tolist()
+    return total / max(tokens, 1.0)
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return the SHA-256 of the tensors' bytes in order: equal only for bitwise equal tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(raw.cpu().numpy().tobytes())
+    return digest.hexdigest()
