@@ -20,8 +20,8 @@ from hand_driven import HandDriven
 
 from megatron.slipstream.chunk_graphs.backend import _CudaTail
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
-from megatron.slipstream.fine_grained_activation_offload.edges import Edge
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
+from megatron.slipstream.plan.edges import Edge
 
 NUMEL = 1 << 20
 SLEEP_CYCLES = 400_000_000
@@ -552,4 +552,6 @@ class without_edge:
         return skipping
 
 
-_NUMBERS_IN_CPP = {edge: number for number, edge in enumerate(list(Edge)[:6], start=1)}
+_NUMBERS_IN_CPP = {
+    edge: number for number, edge in enumerate((e for e in Edge if e.rule is not None), start=1)
+}

@@ -23,8 +23,8 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.plan.actions import ActionKind
 from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.edges import EDGES, OpKind, Queue
 from megatron.slipstream.plan.host_layout import BUFFER_ALIGNMENT_BYTES, size_class_bytes
-from megatron.slipstream.plan.operations import EDGES, OpKind, Queue
 from megatron.slipstream.plan.trace import GroupKey, Trace
 
 

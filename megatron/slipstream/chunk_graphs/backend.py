@@ -10,7 +10,7 @@ and four H200s, graphs of 16 layers held 122 and 350 MiB more than an eager pass
 exchanged in forward. A measured pass keeps the same tensors.
 
 [Note: The tail of a forward graph]
-A graph joins its copies to its end (edge E9 of ``edges``), so work after a forward graph
+A graph joins its copies to its end (edge E9 of ``plan.edges``), so work after a forward graph
 would wait for the last copies out, which nothing in the graph hides any more. So the graph is
 replayed on a stream of its slot's memory. It records an event when only copies are left: the tail.
 The current stream waits for that event only, and output layer, loss, or the next micro-batch's
@@ -42,7 +42,7 @@ import torch
 from packaging.version import Version
 
 from megatron.slipstream.fine_grained_activation_offload import peak_statistics
-from megatron.slipstream.fine_grained_activation_offload.edges import Edge
+from megatron.slipstream.plan.edges import Edge
 
 Work = Callable[[], Sequence[torch.Tensor]]
 """Work to capture. It returns tensors that are read after each replay."""

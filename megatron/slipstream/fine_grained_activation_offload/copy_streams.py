@@ -2,7 +2,7 @@
 
 """The two copy streams, and all synchronization between them, the compute stream and the host.
 
-Each wait is a row of the table in ``edges``; its call carries the id of the row.
+Each wait is a row of the table in ``plan.edges``; its call carries the id of the row.
 
 [Note: Graphs one after another]
 Work captured in a graph can only be waited for inside the same graph. So a graph joins its copies
@@ -57,8 +57,8 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
     Stream,
     nbytes_of,
 )
-from megatron.slipstream.fine_grained_activation_offload.edges import Edge
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostAllocation
+from megatron.slipstream.plan.edges import Edge
 
 _STALLS = (Edge.E3, Edge.E5, Edge.E9)
 """Edges on which the compute stream waits for copies."""

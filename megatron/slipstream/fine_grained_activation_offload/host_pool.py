@@ -8,7 +8,7 @@ memory is one range, so memory freed by buffers of one size can serve any other 
 
 A buffer and the events of the last copies of its bytes travel together in a
 :class:`HostAllocation`. The pool never waits: the next user's copy does (edge E2 of
-``edges``).
+``plan.edges``).
 
 [Note: Layouts]
 An iteration that follows its plan requests the same buffers as the previous one, in the same order.

@@ -27,8 +27,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.slipstream.plan.edges import EDGES, OpKind
 from megatron.slipstream.plan.model import BYTES_PER_MS_AT_1_GB_PER_S, Floats, IterationModel, Job
-from megatron.slipstream.plan.operations import EDGES, Issuer, Operation, OpKind, Waits
+from megatron.slipstream.plan.operations import Issuer, Operation, Waits
 from megatron.slipstream.plan.trace import GroupKey
 from megatron.slipstream.plan.walk import Clock
 

@@ -24,17 +24,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.slipstream.plan.actions import Action, ActionKind, Plan, StoragePlan
+from megatron.slipstream.plan.edges import EDGES, EdgeRule, OpKind, Queue
 from megatron.slipstream.plan.host_layout import HostBuffer
-from megatron.slipstream.plan.operations import (
-    EDGES,
-    EdgeRule,
-    Operation,
-    OpKind,
-    Queue,
-    Schedule,
-    derive_schedule,
-    device_bytes,
-)
+from megatron.slipstream.plan.operations import Operation, Schedule, derive_schedule, device_bytes
 from megatron.slipstream.plan.safety import PlanError, SafetyProperty
 from megatron.slipstream.plan.trace import GroupKey
 

@@ -2,10 +2,10 @@
 
 """Lowers a plan to the operations that the engine issues on three queues, and their waits.
 
-:class:`Issuer` models what the engine (``activation_store``) does for an action; :data:`EDGES`
-models the waits that ``copy_streams`` adds to a queue. A test compares both with what the engine
-issues. The proof (``check``), the clock (``walk``), the search (``arrange``) and the host layout
-know the engine only through these two. Each queue runs in order; only the edges order operations of
+:class:`Issuer` models what the engine (``activation_store``) does for an action; ``edges`` has the
+waits that ``copy_streams`` adds to a queue. A test compares both with what the engine issues. The
+proof (``check``), the clock (``walk``), the search (``arrange``) and the host layout know the
+engine only through these two. Each queue runs in order; only the edges order operations of
 different queues.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megatron.slipstream.plan.actions import (
     Action,
@@ -24,40 +24,10 @@ from megatron.slipstream.plan.actions import (
     StoragePlan,
     absent_bytes,
 )
+from megatron.slipstream.plan.edges import EdgeRule, OpKind
 from megatron.slipstream.plan.host_layout import HostBuffer, HostLedger, HostRequest
 from megatron.slipstream.plan.safety import PlanError, SafetyProperty
 from megatron.slipstream.plan.trace import GroupKey, Step, StepKind, Trace
-
-
-class Queue(enum.IntEnum):
-    """The queues that run operations."""
-
-    COMPUTE = 0
-    D2H = 1
-    H2D = 2
-
-
-class OpKind(enum.Enum):
-    """The kinds of operations. Each value is the queue and what the operation does there."""
-
-    COMPUTE = (Queue.COMPUTE, "the model's computation between one step and the next")
-    WRITE = (Queue.COMPUTE, "forward has computed the storages")
-    SAVE = (Queue.COMPUTE, "forward has read storages that another group saved first")
-    START_OUT = (Queue.COMPUTE, "the point from which a copy out may start")
-    COPY_OUT = (Queue.D2H, "copies device memory into host buffers")
-    RELEASE = (Queue.COMPUTE, "device memory is released: later operations may overwrite it")
-    START_IN = (Queue.COMPUTE, "the point from which a copy back may start: its memory is new")
-    COPY_IN = (Queue.H2D, "copies host buffers into new device memory")
-    USE = (Queue.COMPUTE, "backward reads the reloaded memory")
-    ABANDON = (Queue.COMPUTE, "reloaded memory is released unread: it may be overwritten")
-
-    __hash__ = object.__hash__  # Enum's is a Python function, and lookups of kinds are hot.
-
-    def __init__(self, queue: Queue, _: str) -> None:
-        self.queue = queue
-        """The queue that it runs on."""
-        self.is_copy = queue is not Queue.COMPUTE
-        """Whether it runs on a copy queue."""
 
 
 class Operation(NamedTuple):
@@ -69,32 +39,6 @@ class Operation(NamedTuple):
     """The action or mark that caused it."""
     storages: tuple[int, ...] = ()
     """The moving storages that it touches, by index in :attr:`Trace.storages`."""
-
-
-class EdgeRule(NamedTuple):
-    """A row of the edge table in ``edges``, as data.
-
-    Before an operation of kind ``waiter`` runs, its queue waits for the operation of kind
-    ``signal`` on the same storage or, if ``same`` is "buffer", on the storages that previously
-    occupied bytes of its host buffer.
-    """
-
-    id: str
-    signal: OpKind
-    waiter: OpKind
-    same: Literal["storage", "buffer"] = "storage"
-
-
-EDGES = (
-    EdgeRule("E1", OpKind.START_OUT, OpKind.COPY_OUT),
-    # A planned D2H copy is never cancelled, so a buffer's last copies are always H2D copies.
-    EdgeRule("E2", OpKind.COPY_IN, OpKind.COPY_OUT, same="buffer"),
-    EdgeRule("E3", OpKind.COPY_OUT, OpKind.RELEASE),
-    EdgeRule("E4", OpKind.START_IN, OpKind.COPY_IN),
-    EdgeRule("E5", OpKind.COPY_IN, OpKind.USE),
-    EdgeRule("E6", OpKind.COPY_IN, OpKind.ABANDON),
-)
-"""The other rows order the host, the allocator or graphs, not operations of these queues."""
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from __future__ import annotations
 import enum
 
 from megatron.slipstream.plan.actions import Action, Plan
+from megatron.slipstream.plan.edges import Edge, safety_by
 from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.trace import GroupKey, Step
 
 
 class SafetyProperty(enum.Enum):
-    """The safety properties; those after the gap name the edge of ``edges`` behind each."""
+    """The safety properties; those after the gap rest on edges."""
 
     KNOWN_GROUP = "every group of the trace, and no other, has a plan"
     KNOWN_STEP = "an action is due at a step of the trace"
@@ -31,13 +32,15 @@ class SafetyProperty(enum.Enum):
     AS_STATED = "storages and bytes move as the plan states"
     NO_CYCLE = "a queue waits only for operations issued before, so that queues cannot deadlock"
 
-    COPY_OUT_READS_WRITTEN = "a copy out reads what compute has written (E1)"
-    BUFFER_REUSED_AFTER_COPY = "a host buffer is written after the last copies of its bytes (E2)"
-    REUSED_AFTER_COPY_OUT = "device memory is used again after its copy out (E3)"
-    COPY_IN_READS_WRITTEN = "a copy back reads what its own copy out has written (E3 and E4)"
-    COPY_IN_AFTER_LAST_USE = "a copy back writes memory after its last use by compute (E4)"
-    BACKWARD_READS_WRITTEN = "backward reads what the copy back has written (E5)"
-    UNREAD_REUSED_AFTER_COPY_IN = "unread returned memory is used again after its copy back (E6)"
+    COPY_OUT_READS_WRITTEN = safety_by(Edge.E1)
+    BUFFER_REUSED_AFTER_COPY = safety_by(Edge.E2)
+    REUSED_AFTER_COPY_OUT = safety_by(Edge.E3)
+    COPY_IN_READS_WRITTEN = safety_by(
+        Edge.E3, Edge.E4, text="a copy back reads what its own copy out has written"
+    )
+    COPY_IN_AFTER_LAST_USE = safety_by(Edge.E4)
+    BACKWARD_READS_WRITTEN = safety_by(Edge.E5)
+    UNREAD_REUSED_AFTER_COPY_IN = safety_by(Edge.E6)
 
 
 class PlanError(ValueError):

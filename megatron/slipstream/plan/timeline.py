@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megatron.slipstream.plan.actions import Plan
-from megatron.slipstream.plan.operations import Queue
+from megatron.slipstream.plan.edges import Queue
 from megatron.slipstream.plan.walk import Simulation
 
 QUEUE_NAMES = {Queue.COMPUTE: "compute", Queue.D2H: "D2H", Queue.H2D: "H2D"}

@@ -19,15 +19,8 @@ from typing import NamedTuple, Optional
 
 from megatron.slipstream.plan.actions import Action, Plan
 from megatron.slipstream.plan.copy_queues import CopyQueues
-from megatron.slipstream.plan.operations import (
-    EDGES,
-    EdgeRule,
-    Operation,
-    OpKind,
-    Queue,
-    derive_schedule,
-    device_bytes,
-)
+from megatron.slipstream.plan.edges import EDGES, EdgeRule, OpKind, Queue
+from megatron.slipstream.plan.operations import Operation, derive_schedule, device_bytes
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.safety import PlanError, SafetyProperty
 from megatron.slipstream.plan.trace import Bandwidth, Step, Trace

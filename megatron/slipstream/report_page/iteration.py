@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.plan.actions import Action, ActionKind, Plan
-from megatron.slipstream.plan.operations import Queue
+from megatron.slipstream.plan.edges import Queue
 from megatron.slipstream.plan.timeline import QUEUE_NAMES, DeviceMemory, device_memory
 from megatron.slipstream.plan.trace import (
     KINDS_BETWEEN_GROUPS,

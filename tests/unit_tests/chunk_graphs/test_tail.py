@@ -24,7 +24,7 @@ from toy_chunk import Training, equal
 from megatron.slipstream.chunk_graphs import replay
 from megatron.slipstream.chunk_graphs.backend import CudaGraphs, EagerGraphs, Tail
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
-from megatron.slipstream.fine_grained_activation_offload.edges import Edge
+from megatron.slipstream.plan.edges import Edge
 
 COMPUTE, COPIES = "computation", "copies"
 

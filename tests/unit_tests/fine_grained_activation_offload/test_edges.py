@@ -19,12 +19,12 @@ from hand_driven import LAZY_NATIVE, HandDriven
 from race_scenarios import without_edge
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload import edges
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
-from megatron.slipstream.fine_grained_activation_offload.edges import Edge
+from megatron.slipstream.plan import edges
+from megatron.slipstream.plan.edges import EDGES, Edge, OtherWait
 
-ROOM = Path(edges.__file__).parent
-ROOMS = ROOM.parent
+ROOMS = Path(edges.__file__).parents[1]
+ROOM = ROOMS / "fine_grained_activation_offload"
 
 
 def _schedule_scenario(name: str) -> Callable[[str], bool]:
@@ -145,10 +145,10 @@ def _is_right(scenario: Callable[[str], bool], backend: str) -> bool:
 def test_scenario_is_wrong_without_its_edge(edge: Edge, backend: str) -> None:
     with without_edge(edge):
         right = _is_right(SCENARIOS[edge], backend)
-    assert not right, f"nothing noticed that {edge.name} is gone: {edge.value}"
+    assert not right, f"nothing noticed that {edge.name} is gone: {edge.value.without}"
 
 
-EDGE_ROW, OTHER_ROW = r"^(E\d+)  ", r"^(H\d)  "
+IDS = {*Edge.__members__, *OtherWait.__members__}
 WAITS = {
     *("wait", "_wait", "wait_event", "wait_stream", "wait_on_host", "_wait_on_host"),
     *("synchronize", "outlast", "record_stream", "hold", "_hold_for"),
@@ -157,10 +157,6 @@ WAITS = {
 IN_CPP = (
     r"(?:->|\.)wait\w*\(|attr\(\"wait|\bcu\w*(?:Wait|Synchronize)|record_?[sS]tream|synchronize"
 )
-
-
-def rows(pattern: str) -> list[str]:
-    return re.findall(pattern, edges.__doc__ or "", flags=re.MULTILINE)
 
 
 def waits_in_python(path: Path) -> Iterator[tuple[str, str]]:
@@ -209,26 +205,25 @@ def all_waits() -> list[tuple[str, str]]:
     return python + cpp
 
 
-def test_table_lists_every_edge() -> None:
-    assert rows(EDGE_ROW) == [edge.name for edge in Edge]
-
-
 def test_each_wait_of_the_package_is_a_row_of_the_table() -> None:
-    known = {*rows(EDGE_ROW), *rows(OTHER_ROW)}
     unknown = [
         (place, text)
         for place, text in all_waits()
-        if not (ids := set(re.findall(r"\b[EH]\d+\b", text))) or not ids <= known
+        if not (ids := set(re.findall(r"\b[EH]\d+\b", text))) or not ids <= IDS
     ]
     assert unknown == []
 
 
 def test_each_row_of_the_table_is_a_wait_of_the_package() -> None:
     ids = {name for _, text in all_waits() for name in re.findall(r"\b[EH]\d+\b", text)}
-    assert ids == {*rows(EDGE_ROW), *rows(OTHER_ROW)}
+    assert ids == IDS
 
 
-def test_cpp_has_the_first_rows_of_the_table_and_issues_each() -> None:
+def test_rules_are_named_like_their_edges() -> None:
+    assert [rule.id for rule in EDGES] == [edge.name for edge in Edge if edge.rule]
+
+
+def test_cpp_has_the_edges_of_plans_and_issues_each() -> None:
     source = (ROOM / "native" / "driver.h").read_text()
     (members,) = re.findall(r"enum class Edge \{ NONE, (.*) \};", source)
     issued = {
@@ -237,7 +232,7 @@ def test_cpp_has_the_first_rows_of_the_table_and_issues_each() -> None:
         for _, line in waits_in_cpp(path)
         for name in re.findall(r"Edge::(E\d)", line)
     }
-    assert members.split(", ") == [edge.name for edge in Edge][:6] == sorted(issued)
+    assert members.split(", ") == [rule.id for rule in EDGES] == sorted(issued)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +250,7 @@ def test_a_wait_without_a_row_is_found(added: str, is_found: bool, tmp_path: Pat
     file.write_text(f"def work(stream, event, tensor):\n    {added}\n")
     ((_, text),) = waits_in_python(file)
     ids = set(re.findall(r"\b[EH]\d+\b", text))
-    assert (not ids or not ids <= set(rows(EDGE_ROW))) is is_found
+    assert (not ids or not ids <= IDS) is is_found
 
 
 def test_a_copy_out_waits_for_every_copy_of_the_bytes_it_writes() -> None:

@@ -11,7 +11,7 @@ import torch
 from hand_driven import HandDriven
 from race_scenarios import FURTHER_SCENARIOS, KINDS, SCENARIOS, Scenario, without_edge
 
-from megatron.slipstream.fine_grained_activation_offload.edges import Edge
+from megatron.slipstream.plan.edges import Edge
 
 pytestmark = [pytest.mark.gpu, pytest.mark.exclusive]
 

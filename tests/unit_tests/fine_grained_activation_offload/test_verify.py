@@ -10,10 +10,10 @@ from hand_driven import LAZY_NATIVE, HandDriven
 from race_scenarios import without_edge
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload.edges import Edge
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier, checksum
+from megatron.slipstream.plan.edges import Edge
 
 BACKENDS = ["cpu", "cpu-lazy", LAZY_NATIVE]
 

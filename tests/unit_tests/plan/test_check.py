@@ -19,25 +19,19 @@ from make_trace import DEFAULT_NBYTES, Model, one_f_one_b, one_pass, trace_of
 
 from megatron.slipstream.fine_grained_activation_offload import manager, tuner
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-from megatron.slipstream.fine_grained_activation_offload.edges import Edge
 from megatron.slipstream.plan import operations
 from megatron.slipstream.plan.actions import GroupPlan, Plan, StoragePlan
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanError, PlanFacts, SafetyProperty, check_plan
+from megatron.slipstream.plan.edges import EDGES, EdgeRule, OpKind
 from megatron.slipstream.plan.host_layout import (
     MIN_BUFFER_BYTES,
     HostBuffer,
     HostLedger,
     size_class_bytes,
 )
-from megatron.slipstream.plan.operations import (
-    EDGES,
-    EdgeRule,
-    Operation,
-    OpKind,
-    derive_schedule,
-)
+from megatron.slipstream.plan.operations import Operation, derive_schedule
 from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
 
 FIRST, SECOND = GroupKey(0, 0), GroupKey(0, 1)
@@ -263,13 +257,6 @@ def test_a_group_moves_the_bytes_that_the_plan_states() -> None:
 
 def without(edge_id: str) -> tuple[EdgeRule, ...]:
     return tuple(edge for edge in EDGES if edge.id != edge_id)
-
-
-def test_the_edges_are_those_of_the_engine() -> None:
-    # E7 orders the host, once everything has ended; E8 the allocator, with more streams than a plan
-    # knows; E9 is for CUDA graphs, which follow no plan.
-    ids = [edge.id for edge in EDGES]
-    assert ids == [edge.name for edge in Edge][: len(ids)] == [f"E{n}" for n in range(1, 7)]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPo
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.edges import OpKind
 from megatron.slipstream.plan.host_layout import slab_bytes_for
-from megatron.slipstream.plan.operations import OpKind, Schedule, derive_schedule
+from megatron.slipstream.plan.operations import Schedule, derive_schedule
 
 
 def plan_of(seed: int, num_micro_batches: int = 4) -> Plan:

@@ -19,7 +19,7 @@ from megatron.slipstream.estimate.frontier_picture import frontier_png
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.plan.operations import Queue
+from megatron.slipstream.plan.edges import Queue
 from megatron.slipstream.plan.timeline import device_memory, perfetto_json
 from megatron.slipstream.plan.trace import Bandwidth, MemoryReading, Trace
 from megatron.slipstream.plan.walk import simulate

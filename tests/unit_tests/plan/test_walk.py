@@ -21,7 +21,7 @@ from megatron.slipstream.plan.actions import GroupPlan, Plan, StoragePlan
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanError, SafetyProperty, check_plan
-from megatron.slipstream.plan.operations import EDGES, EdgeRule, OpKind, Queue
+from megatron.slipstream.plan.edges import EDGES, EdgeRule, OpKind, Queue
 from megatron.slipstream.plan.trace import (
     Bandwidth,
     GroupKey,

@@ -13,7 +13,7 @@ from reported_runs import make_run, make_trace, with_waits
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.plan.actions import ActionKind
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.plan.operations import Queue
+from megatron.slipstream.plan.edges import Queue
 from megatron.slipstream.plan.trace import StepKind
 from megatron.slipstream.plan.walk import simulate
 from megatron.slipstream.report_page.groups import group_table

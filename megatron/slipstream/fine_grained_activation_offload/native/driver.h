@@ -45,7 +45,7 @@ struct Copy {
   int64_t nbytes() const { return std::min(to.nbytes, source.nbytes); }
 };
 
-// Rows of the edge table in edges.py: those whose waits C++ issues.
+// Rows of the edge table in plan/edges.py: those whose waits C++ issues.
 enum class Edge { NONE, E1, E2, E3, E4, E5, E6 };
 
 class Driver {
