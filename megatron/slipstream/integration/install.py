@@ -177,38 +177,13 @@ def _make_manager(
     host_limit.join(manager.store.host_pool, config.offload_host_memory_limit_bytes)
     manager.config = config
     manager.report.settings = settings(config)
-    _equip(manager, config)
+    manager.moves_checkpoint_inputs = config.moves_checkpoint_inputs
+    manager.region_flag = _region_flag()
     if config.activation_memory_budget is not None:
         from megatron.slipstream.integration.budget.memory_budget import MemoryBudget
 
         manager.budget = MemoryBudget(manager, config.activation_memory_budget)
     return manager
-
-
-def make_graph_engine(
-    installed: model_router.RoutedManager, limit_bytes: Optional[int], num_verified: int
-) -> PipelineOffloadManager:
-    """Create an engine for passes in graphs of whole chunks.
-
-    It works in Python: a replay runs neither Python nor C++.
-
-    Args:
-        installed: The engine of other iterations of the model, whose settings it takes over.
-        limit_bytes: Its host memory; None for no limit.
-        num_verified: Number of passes to verify.
-    """
-    options = replace(installed.options, host_memory_limit_bytes=limit_bytes)
-    arguments = (installed.store.backend, options, installed.report.rank, num_verified)
-    engine = PipelineOffloadManager(*arguments, is_native=False)
-    engine.store.host_pool.process_limit = installed.store.host_pool.process_limit
-    engine.store.host_pool.part_of = installed.store.host_pool
-    _equip(engine, installed.config)
-    return engine
-
-
-def _equip(engine: PipelineOffloadManager, config: OffloadConfig) -> None:
-    engine.moves_checkpoint_inputs = config.moves_checkpoint_inputs
-    engine.region_flag = _region_flag()
 
 
 def install_at_first_call(

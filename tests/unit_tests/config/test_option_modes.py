@@ -221,7 +221,7 @@ def engine_of(mode: Mode, config: OffloadConfig) -> Any:
     if mode is not Mode.CHUNK_GRAPHS:
         return installed
     limit_bytes = installed.store.host_pool.limit_bytes
-    return install.make_graph_engine(installed, limit_bytes, config.offload_verify)
+    return installed.make_graph_engine(limit_bytes, config.offload_verify)
 
 
 ENGINES = (Mode.EAGER, Mode.CHUNK_GRAPHS, Mode.ATTACH)

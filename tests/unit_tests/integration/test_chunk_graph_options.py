@@ -114,7 +114,7 @@ def _train(
     logger.setLevel(logging.INFO)
     case = start(case, rank, world_size, port)
     manager = install.install(config)
-    make = install.make_graph_engine
+    make = manager.make_graph_engine
 
     def noting(*arguments: Any) -> Any:
         engines.append(make(*arguments))
@@ -124,7 +124,7 @@ def _train(
         return engines[-1]
 
     verifiers: list[Any] = []
-    install.make_graph_engine = noting
+    manager.make_graph_engine = noting  # type: ignore[method-assign]
     model_config = make_config(case, ("qkv_linear", "core_attn", "attn_proj"), **policy)
     chunks = wrap(model_config, build_chunks(case, model_config))
     replay_chunks(chunks, 1)

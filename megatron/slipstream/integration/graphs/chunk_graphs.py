@@ -41,7 +41,6 @@ from megatron.slipstream.experts.capacity import LayerCapacity, step_check
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
-from megatron.slipstream.integration import install
 from megatron.slipstream.integration.graphs.cp_graph_inputs import DynamicSizes
 from megatron.slipstream.integration.graphs.quantized_weights import (
     quantize_weights_in_every_pass,
@@ -50,7 +49,7 @@ from megatron.slipstream.integration.graphs.quantized_weights import (
 from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
 from megatron.slipstream.integration.packed.context_parallel_groups import context_parallel_groups
-from megatron.slipstream.integration.seam.model_router import marks_go_to
+from megatron.slipstream.integration.seam.model_router import installed, marks_go_to
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.model_rules import check_options_in_graphs
 from megatron.slipstream.patches import exchanged_tensors, table
@@ -136,9 +135,9 @@ def replay_chunks(
     }
     facts = SimpleNamespace(**{**vars(config), **asked})
     require(check_chunk_graphs(facts, torch.cuda.is_available()))
-    installed = install.installed()
-    if installed is not None:
-        facts = SimpleNamespace(**{**vars(facts), **vars(installed.config)})
+    manager = installed()
+    if manager is not None:
+        facts = SimpleNamespace(**{**vars(facts), **vars(manager.config)})
         warn_once(check_options_in_graphs(facts, torch.cuda.is_available()))
     if config.fp8:
         for chunk in chunks:
@@ -307,8 +306,8 @@ def _offloading(wrapper: Any, num_slots: int, name: str) -> Optional[ChunkOffloa
     config = get_attr_wrapped_model(wrapper, "config")
     if not config.fine_grained_activation_offloading:
         return None
-    installed = install.installed()
-    if installed is None:
+    manager = installed()
+    if manager is None:
         raise ValueError(
             "offloading by megatron-core's own engine is not supported with cuda_graph_granularity="
             "chunk because it cannot be captured with a whole chunk; call install() before the "
@@ -316,13 +315,13 @@ def _offloading(wrapper: Any, num_slots: int, name: str) -> Optional[ChunkOffloa
         )
 
     def make_engine(num_verified: int) -> PipelineOffloadManager:
-        pool = installed.store.host_pool
+        pool = manager.store.host_pool
         if pool.in_use_bytes == 0:
             # It served iterations without graphs; graphs have their own host memory.
-            installed.store.close()
+            manager.store.close()
         limit_bytes = share_of_host_memory(pool.limit_bytes, pool.allocated_bytes, num_slots)
-        engine = install.make_graph_engine(installed, limit_bytes, num_verified)
-        engine.change_assignment(installed.router.known_manager(wrapper).assignment)
+        engine = manager.make_graph_engine(limit_bytes, num_verified)
+        engine.change_assignment(manager.router.known_manager(wrapper).assignment)
         return engine
 
     def begin_pass(engine: PipelineOffloadManager) -> None:
@@ -331,11 +330,11 @@ def _offloading(wrapper: Any, num_slots: int, name: str) -> Optional[ChunkOffloa
 
     def note_replayed(replayed: ReplayedPass) -> Callable[[], object]:
         # Looked up now: an engine may be uninstalled before its graphs are deleted.
-        noted = installed.router.known_manager(wrapper).replayed
+        noted = manager.router.known_manager(wrapper).replayed
         noted[name] = replayed
         return partial(noted.pop, name, None)
 
-    num_verified = installed.config.offload_verify
+    num_verified = manager.config.offload_verify
     return ChunkOffloading(make_engine, begin_pass, marks_go_to, note_replayed, num_verified)
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -118,6 +119,26 @@ class RoutedManager(PipelineOffloadManager):
             self.budget.close()
         super().close()
         host_limit.leave(self.store.host_pool)
+
+    def make_graph_engine(
+        self, limit_bytes: Optional[int], num_verified: int
+    ) -> PipelineOffloadManager:
+        """Create an engine with the same settings for passes in graphs of whole chunks.
+
+        It works in Python: a replay runs neither Python nor C++.
+
+        Args:
+            limit_bytes: Its host memory; None for no limit.
+            num_verified: Number of passes to verify.
+        """
+        options = replace(self.options, host_memory_limit_bytes=limit_bytes)
+        arguments = (self.store.backend, options, self.report.rank, num_verified)
+        engine = PipelineOffloadManager(*arguments, is_native=False)
+        engine.store.host_pool.process_limit = self.store.host_pool.process_limit
+        engine.store.host_pool.part_of = self.store.host_pool
+        engine.moves_checkpoint_inputs = self.moves_checkpoint_inputs
+        engine.region_flag = self.region_flag
+        return engine
 
     @property
     def num_steps(self) -> int:
