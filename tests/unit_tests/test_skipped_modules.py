@@ -15,8 +15,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED_BY_RUN = ("dev", "demo", "docs")
-DISTRIBUTIONS = {"py_mini_racer": "mini-racer"}
-"""Of packages that are imported by another name."""
 # tests/frameworks has environments of its own: `./run test-frameworks`.
 MODULES = sorted(
     path
@@ -54,7 +52,7 @@ def installed() -> set[str]:
 def is_installed(name: str) -> bool:
     if Path(sys.prefix) == ROOT / ".venv" and importlib.util.find_spec(name) is None:
         return False
-    return DISTRIBUTIONS.get(name, name) in installed()
+    return name in installed()
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import NamedTuple, Optional
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.plan.actions import ActionKind, GroupPlan, Plan
@@ -35,27 +36,49 @@ class GroupTable(NamedTuple):
     columns: list[Column]
     rows: list[list[Cell]]
     states: list[str]
-    """For each row, 'moves' or 'stays'."""
-    waits: list[bool]
-    """For each row, whether compute waits for its copies (predicted or measured) or one starts
-    late."""
-
-
-EMPTY = Cell("")
+    """For each row, 'moves' or 'stays', and 'waits' if compute waits for its copies (predicted or
+    measured) or one starts late."""
 
 
 def group_table(iteration: Iteration, rank: RankReport) -> GroupTable:
     """Return the iteration's groups, one per row, without empty columns."""
-    groups = iteration.plan.groups
-    figures = _Figures(iteration, rank)
-    rows = [figures.row(group) for group in groups]
+    plan = iteration.plan
+    places = _places(plan)
+    has_chunks = any(group.vp_stage for group in plan.trace.groups)
+    late_out, late_back = _late(iteration)
+    waited = waits_by_group(iteration.measured)
+    copy_starts = {
+        (bar.cause.kind, bar.cause.key): bar.start for lane in iteration.lanes for bar in lane.bars
+    }
     columns = _columns(iteration.unit)
+    rows, states = [], []
+    for group in plan.groups:
+        key = group.key
+        layer, micro_batch, chunk = places[key]
+        nbytes = group.moved_nbytes if group.moves else plan.trace.group_nbytes(key)
+        waits_ms = [waits.get(key, 0.0) for waits in (late_out, late_back, waited)]
+        num_late = rank.late_groups.get(str(key), 0)
+        rows.append(
+            [
+                Cell(str(key), key.chunk_pass * 1e6 + key.group),
+                Cell(group.name),
+                Cell(str(layer)),
+                Cell(str(micro_batch)),
+                Cell(str(chunk) if has_chunks else ""),
+                Cell(format_bytes(nbytes), nbytes),
+                *_times(iteration, group, copy_starts),
+                *(Cell(f"{ms:.3f}" if ms else "") for ms in waits_ms),
+                Cell(str(num_late) if num_late else ""),
+                Cell(_decision(group)),
+            ]
+        )
+        state = "moves" if group.moves else "stays"
+        states.append(f"{state} waits" if any(waits_ms) or num_late else state)
     filled = [place for place in range(len(columns)) if any(row[place].text for row in rows)]
     return GroupTable(
         columns=[columns[place] for place in filled],
         rows=[[row[place] for place in filled] for row in rows],
-        states=["moves" if group.moves else "stays" for group in groups],
-        waits=[any(figures.lateness(group.key)) for group in groups],
+        states=states,
     )
 
 
@@ -80,78 +103,34 @@ def _columns(unit: str) -> list[Column]:
     ]
 
 
-class _Figures:
-    """Builds the row of each group."""
-
-    def __init__(self, iteration: Iteration, rank: RankReport) -> None:
-        self._trace = iteration.plan.trace
-        self._unit = iteration.unit
-        self._places = _places(iteration.plan)
-        self._has_chunks = any(group.vp_stage for group in self._trace.groups)
-        self._step_starts = iteration.step_starts
-        self._copy_starts = {
-            (bar.kind, bar.cause.key): bar.start for lane in iteration.lanes for bar in lane.bars
-        }
-        self._late_out, self._late_back = _late(iteration)
-        self._waited = waits_by_group(iteration.measured)
-        self._num_late = rank.late_groups
-
-    def lateness(self, key: GroupKey) -> tuple[float, float, float, int]:
-        """Return predicted waits for the offload and reload, measured wait (ms), late starts."""
-        return (
-            self._late_out.get(key, 0.0),
-            self._late_back.get(key, 0.0),
-            self._waited.get(key, 0.0),
-            self._num_late.get(str(key), 0),
-        )
-
-    def row(self, group: GroupPlan) -> list[Cell]:
-        """Return the cells of a group, in column order."""
-        key = group.key
-        layer, micro_batch, chunk = self._places[key]
-        nbytes = group.moved_nbytes if group.moves else self._trace.group_nbytes(key)
-        *waits_ms, num_late = self.lateness(key)
-        return [
-            Cell(str(key), key.chunk_pass * 1e6 + key.group),
-            Cell(group.name),
-            Cell(str(layer)),
-            Cell(str(micro_batch)),
-            Cell(str(chunk)) if self._has_chunks else EMPTY,
-            Cell(format_bytes(nbytes), nbytes),
-            *(self._times(group) if group.moves else [EMPTY] * 4),
-            *(Cell(f"{ms:.3f}") if ms else EMPTY for ms in waits_ms),
-            Cell(str(num_late)) if num_late else EMPTY,
-            _decision(group),
-        ]
-
-    def _times(self, group: GroupPlan) -> list[Cell]:
+def _times(
+    iteration: Iteration, group: GroupPlan, copy_starts: Mapping[tuple[Any, GroupKey], float]
+) -> list[Cell]:
+    times: list[Optional[float]] = [None] * 4
+    if group.moves:
         times = [
-            self._copy_starts.get((ActionKind.D2H.value, group.key)),
-            self._step_starts[group.free_step],
-            self._copy_starts.get((ActionKind.H2D.value, group.key)),
-            self._step_starts[group.use_step],
+            copy_starts.get((ActionKind.D2H, group.key)),
+            iteration.step_starts[group.free_step],
+            copy_starts.get((ActionKind.H2D, group.key)),
+            iteration.step_starts[group.use_step],
         ]
-        digits = 2 if self._unit == "ms" else 0
-        return [EMPTY if time is None else Cell(f"{time:.{digits}f}") for time in times]
+    digits = 2 if iteration.unit == "ms" else 0
+    return [Cell("" if time is None else f"{time:.{digits}f}") for time in times]
 
 
 def _places(plan: Plan) -> dict[GroupKey, tuple[int, int, int]]:
     """Return the layer, micro-batch and chunk of each group, counted as the engine does."""
-    pass_stage: dict[int, int] = {}
-    for group in sorted(plan.trace.groups, key=lambda group: group.key):
-        pass_stage.setdefault(group.key.chunk_pass, group.vp_stage)
-    num_passes: dict[int, int] = defaultdict(int)
-    micro_batch = {}
-    for chunk_pass, stage in sorted(pass_stage.items()):
-        micro_batch[chunk_pass] = num_passes[stage]
-        num_passes[stage] += 1
-    num_layers: dict[tuple[int, str], int] = defaultdict(int)
+    num_passes: Counter[int] = Counter()
+    num_layers: Counter[tuple[int, str]] = Counter()
+    micro_batch: dict[int, int] = {}
     places = {}
     for group in sorted(plan.trace.groups, key=lambda group: group.key):
-        chunk_pass = group.key.chunk_pass
-        layer = num_layers[chunk_pass, group.name]
+        chunk_pass, chunk = group.key.chunk_pass, group.vp_stage
+        if chunk_pass not in micro_batch:
+            micro_batch[chunk_pass] = num_passes[chunk]
+            num_passes[chunk] += 1
+        places[group.key] = num_layers[chunk_pass, group.name], micro_batch[chunk_pass], chunk
         num_layers[chunk_pass, group.name] += 1
-        places[group.key] = layer, micro_batch[chunk_pass], group.vp_stage
     return places
 
 
@@ -159,20 +138,18 @@ def _late(iteration: Iteration) -> tuple[dict[GroupKey, float], dict[GroupKey, f
     """Return how long compute is predicted to wait for each group's offload and reload."""
     out: dict[GroupKey, float] = defaultdict(float)
     back: dict[GroupKey, float] = defaultdict(float)
-    if iteration.is_predicted:
-        for stall in iteration.simulation.stalls:
-            late = out if stall.cause.kind is ActionKind.FREE else back
-            late[stall.cause.key] += stall.ms
-    return dict(out), dict(back)
+    for stall in iteration.simulation.stalls if iteration.is_predicted else ():
+        late = out if stall.cause.kind is ActionKind.FREE else back
+        late[stall.cause.key] += stall.ms
+    return out, back
 
 
-def _decision(group: GroupPlan) -> Cell:
-    text = "moves"
+def _decision(group: GroupPlan) -> str:
     if not group.moves:
-        text = f"stays: {group.reason}"
-    elif group.kept_storages:
-        reasons = "; ".join(sorted(set(group.kept_storages.values())))
-        num_kept = len(group.kept_storages)
-        stay = "1 storage stays" if num_kept == 1 else f"{num_kept} storages stay"
-        text = f"moves, but {stay}: {reasons}"
-    return Cell(text)
+        return f"stays: {group.reason}"
+    if not group.kept_storages:
+        return "moves"
+    reasons = "; ".join(sorted(set(group.kept_storages.values())))
+    num_kept = len(group.kept_storages)
+    stay = "1 storage stays" if num_kept == 1 else f"{num_kept} storages stay"
+    return f"moves, but {stay}: {reasons}"

@@ -2,7 +2,7 @@
 
 """One rank's iteration over time, as predicted for its plan and as measured.
 
-Charts and tables are built from it; predictions come from ``simulate``.
+The page's script draws the charts from :func:`figures`; predictions come from ``simulate``.
 """
 
 from __future__ import annotations
@@ -11,23 +11,28 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, Optional
+from typing import Any, Literal, NamedTuple, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.plan.actions import Action, ActionKind, Plan
 from megatron.slipstream.plan.edges import Queue
-from megatron.slipstream.plan.timeline import QUEUE_NAMES, DeviceMemory, device_memory
+from megatron.slipstream.plan.render import unit_of
+from megatron.slipstream.plan.timeline import QUEUE_NAMES, device_memory
 from megatron.slipstream.plan.trace import (
     KINDS_BETWEEN_GROUPS,
     KINDS_OF_BACKWARD,
     Bandwidth,
     GroupKey,
     Step,
+    StepKind,
 )
-from megatron.slipstream.plan.walk import Simulation, Span, simulate
+from megatron.slipstream.plan.walk import Simulation, simulate
 
 AT_ONCE_GB_PER_S = 1e18
 """Bandwidth at which copies take no time, for traces without a bandwidth."""
+NUM_COLOURS = 10
+DIGITS = 4
+"""Decimal places of times in :func:`figures`."""
 
 
 class Bar(NamedTuple):
@@ -37,11 +42,6 @@ class Bar(NamedTuple):
     end: float
     cause: Action | Step
     nbytes: int = 0
-
-    @property
-    def kind(self) -> str:
-        """The last part of the action string."""
-        return self.cause.kind.value
 
 
 @dataclass(frozen=True)
@@ -121,17 +121,31 @@ class Iteration:
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
         """The passes, in the order of the compute queue."""
-        spans = [span for span in self.simulation.spans if span.queue is Queue.COMPUTE]
         found = []
-        for name, group in itertools.groupby(spans, _pass_of):
-            run = list(group)
-            found.append(Pass(run[0].start_ms, run[-1].end_ms, name))
+        for name, group in itertools.groupby(self.compute, _pass_of):
+            bars = list(group)
+            found.append(Pass(bars[0].start, bars[-1].end, name))
         return tuple(found)
 
     @cached_property
-    def memory(self) -> DeviceMemory:
-        """Device memory for each step."""
-        return device_memory(self.plan)
+    def memory(self) -> dict[str, Sequence[int]]:
+        """Bytes from each step on, by curve.
+
+        Device memory without the plan, with it and as measured (if it was), host memory in use.
+        """
+        device = device_memory(self.plan)
+        curves = {
+            "without": device.without_plan,
+            "with": device.with_plan,
+            "measured": self.peak_bytes,
+            "host": [entry.host_bytes for entry in self.simulation.memory],
+        }
+        return {name: values for name, values in curves.items() if values}
+
+    @cached_property
+    def colours(self) -> dict[str, int]:
+        """Each module's colour, in the order in which forward first reaches modules."""
+        return {name: index % NUM_COLOURS for index, name in enumerate(self.plan.trace.names)}
 
     @property
     def step_starts(self) -> list[float]:
@@ -141,7 +155,7 @@ class Iteration:
     def _bars(self, queue: Queue) -> Iterator[Bar]:
         for span in self.simulation.spans:
             if span.queue is queue:
-                yield _bar(span)
+                yield Bar(span.start_ms, span.end_ms, span.cause, span.nbytes)
 
     def _windows(self, kind: ActionKind) -> tuple[Bar, ...]:
         """Return, for each copy, the window from its earliest start to its latest end."""
@@ -189,14 +203,10 @@ def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
     return Iteration(plan, simulation, unit, False, measured, peak_bytes)
 
 
-def _pass_of(span: Span) -> str:
-    """Return the name of the pass that a span belongs to: F or B and its number."""
-    is_backward = span.cause.kind in KINDS_OF_BACKWARD
-    return f"{'B' if is_backward else 'F'}{span.cause.key.chunk_pass}"
-
-
-def _bar(span: Span) -> Bar:
-    return Bar(span.start_ms, span.end_ms, span.cause, span.nbytes)
+def _pass_of(bar: Bar) -> str:
+    """Return the name of the pass that computation belongs to: F or B and its number."""
+    is_backward = bar.cause.kind in KINDS_OF_BACKWARD
+    return f"{'B' if is_backward else 'F'}{bar.cause.key.chunk_pass}"
 
 
 def _measured(plan: Plan, step_ms: Sequence[float], stall_ms: Sequence[float]) -> Lane:
@@ -219,6 +229,52 @@ def waits_by_group(lane: Optional[Lane]) -> dict[GroupKey, float]:
     return found
 
 
-def is_between_groups(bar: Bar) -> bool:
-    """Return whether a bar belongs neither to a group nor to the output layer."""
-    return bar.cause.kind in KINDS_BETWEEN_GROUPS
+def figures(iteration: Iteration) -> dict[str, Any]:
+    """Return what the page's script draws and shows under the pointer, in types of JSON.
+
+    Bars are columns; owners are the groups in the order of the table's rows, then everything else.
+    """
+    named = {group.key: group.name for group in iteration.plan.groups}
+    named |= {step.key: step.name for step in iteration.plan.trace.steps}
+    place = {key: index for index, key in enumerate(named)}
+    kinds = [*(kind.value for kind in StepKind), *(kind.value for kind in ActionKind)]
+
+    def columns(bars: Sequence[Bar]) -> dict[str, list[Any]]:
+        return {
+            "start": [round(bar.start, DIGITS) for bar in bars],
+            "length": [round(bar.end - bar.start, DIGITS) for bar in bars],
+            "owner": [place[bar.cause.key] for bar in bars],
+            "kind": [kinds.index(bar.cause.kind.value) for bar in bars],
+            "bytes": [bar.nbytes for bar in bars] if any(bar.nbytes for bar in bars) else [],
+        }
+
+    target_bytes = iteration.plan.options.target_memory_bytes or 0
+    curves = iteration.memory
+    unit = unit_of(max([target_bytes, *itertools.chain(*curves.values())]))
+    return {
+        "unit": iteration.unit,
+        "total": iteration.total,
+        "kinds": kinds,
+        "betweenGroups": [kinds.index(kind.value) for kind in KINDS_BETWEEN_GROUPS],
+        "owners": [f"{key}.{name}" for key, name in named.items()],
+        "colours": [iteration.colours.get(name, 0) for name in named.values()],
+        "passes": [item._asdict() for item in iteration.passes],
+        "lanes": [
+            {
+                "name": lane.name,
+                "areWindows": lane.are_windows,
+                "bars": columns(lane.bars),
+                "waits": columns(lane.waits),
+            }
+            for lane in iteration.lanes
+        ],
+        "memory": {
+            "start": [round(start, DIGITS) for start in iteration.step_starts],
+            "unit": unit.name,
+            "target": target_bytes / unit.nbytes,
+            "curves": {
+                name: [round(value / unit.nbytes, 3) for value in values]
+                for name, values in curves.items()
+            },
+        },
+    }

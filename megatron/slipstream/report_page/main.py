@@ -14,7 +14,7 @@ from megatron.slipstream.estimate.file_errors import reading, require_writable, 
 from megatron.slipstream.report_page import PAGE_SUFFIXES
 
 if TYPE_CHECKING:
-    from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
+    from megatron.slipstream.fine_grained_activation_offload.report import Report
     from megatron.slipstream.plan.actions import Plan
 
 _EPILOG = """\
@@ -59,8 +59,7 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="write a page instead of text: what was saved, what it cost, what is wrong, how ranks "
         "differ",
     )
-    drawn = parser.add_mutually_exclusive_group()
-    drawn.add_argument(
+    parser.add_argument(
         "--trace",
         nargs="+",
         type=Path,
@@ -68,14 +67,6 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="TRACE.json",
         help="traces of the same ranks (--offload-trace-path), in the order of the reports: "
         "the page then has a timeline, memory curves and a table of all groups",
-    )
-    drawn.add_argument(
-        "--plan",
-        nargs="+",
-        type=Path,
-        default=(),
-        metavar="PLAN.json",
-        help="instead of traces, plans to draw (slipstream plan --output)",
     )
     parser.set_defaults(run=run)
 
@@ -98,21 +89,20 @@ def run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Check the options before reading any file."""
-    drawn, name = (options.plan, "--plan") if options.plan else (options.trace, "--trace")
     if options.html is None:
-        if drawn:
+        if options.trace:
             raise ValueError(
-                f"{name} is not supported without --html because only the page has a timeline; "
+                "--trace is not supported without --html because only the page has a timeline; "
                 "add --html report.html"
             )
         return
     if options.html.suffix not in PAGE_SUFFIXES:
         raise ValueError(f"--html={options.html} is not the name of a page; name a .html file")
     require_writable("--html", options.html)
-    if len(drawn) > len(options.files):
+    if len(options.trace) > len(options.files):
         raise ValueError(
-            f"{name} has {len(drawn)} files for {len(options.files)} reports; give one per report, "
-            "in the same order"
+            f"--trace has {len(options.trace)} files for {len(options.files)} reports; give one "
+            "per report, in the same order"
         )
 
 
@@ -141,49 +131,34 @@ def _write_page(options: argparse.Namespace, reports: Sequence[Report], report: 
     from megatron.slipstream.plan.progress_bar import bar_on_stderr
     from megatron.slipstream.report_page.page import save_page
 
-    drawn = options.plan or options.trace
-    plans = {}
     with bar_on_stderr() as progress:
-        task = progress.add_task("planning", total=len(drawn) + len(report.ranks))
-        for done, (path, source) in enumerate(zip(drawn, reports, strict=False)):
-            progress.update(task, completed=done)
-            rank = _only_rank(path, source)
-            plans[rank.rank] = _plan(rank, path, is_plan=bool(options.plan))
-        progress.update(task, description="drawing")
-        with writing("--html", options.html):
-            save_page(
-                options.html,
-                report,
-                plans,
-                lambda done, _: progress.update(task, completed=len(drawn) + done),
-            )
+        sources = zip(options.trace, reports, strict=False)
+        plans = dict(
+            _plan(*source)
+            for source in progress.track(sources, total=len(options.trace), description="planning")
+        )
+    with writing("--html", options.html):
+        save_page(options.html, report, plans)
     size = options.html.stat().st_size
     ranks = f"{len(report.ranks)} rank{'s' if len(report.ranks) != 1 else ''}"
     sys.stdout.write(f"{options.html}: {size / 1e6:.1f} MB, {ranks}\n")
 
 
-def _only_rank(path: Path, report: Report) -> RankReport:
+def _plan(path: Path, report: Report) -> tuple[int, Plan]:
+    """Return the rank of a report, and its plan, rebuilt from the rank's trace."""
+    from megatron.slipstream.plan.build import build_plan
+    from megatron.slipstream.plan.candidates import PolicyOptions
+    from megatron.slipstream.plan.check import check_plan
+    from megatron.slipstream.plan.files import load_trace
+
     if len(report.ranks) != 1:
         raise ValueError(
             f"{path} belongs to a report of {len(report.ranks)} ranks, but a trace is of one rank; "
             "give the reports of single ranks, as a run writes them"
         )
-    return report.ranks[0]
-
-
-def _plan(rank: RankReport, path: Path, is_plan: bool) -> Plan:
-    """Load the plan from a file; for a trace, rebuild the rank's plan from it."""
-    from megatron.slipstream.plan.build import build_plan
-    from megatron.slipstream.plan.candidates import PolicyOptions
-    from megatron.slipstream.plan.check import check_plan
-    from megatron.slipstream.plan.files import load_plan, load_trace
-
-    if is_plan:
-        how = "run slipstream plan with --output"
-        with reading("--plan=", path, how, "'slipstream plan --output'"):
-            return load_plan(path)
+    (rank,) = report.ranks
     with reading("--trace=", path, "train with --offload-trace-path", "--offload-trace-path"):
         trace = load_trace(path)
     plan = build_plan(trace, rank.options or PolicyOptions())
     check_plan(plan)
-    return plan
+    return rank.rank, plan

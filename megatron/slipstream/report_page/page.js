@@ -1,24 +1,23 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// Zooms and inspects charts, sorts groups, shows one rank at a time. All content is already in the
-// page; the script inserts text only as text nodes. Zooming makes a chart wider than its box, which
-// the browser scrolls.
+// Draws the charts of a rank from its data, lets readers zoom and inspect them, sorts groups, and shows
+// one rank at a time. It inserts text only as text nodes.
 "use strict";
 (() => {
-const MIN_VIEW = 1 / 2000; // Fraction of the iteration; below it, coordinates are coarser than pixels.
-const MAX_LABELS = 150; // Per lane: with more bars in view, none is wide enough for a label.
+const MIN_VIEW = 1 / 2000; // Fraction of the iteration.
+const GUTTER = 76, LANE = 30, LANE_PITCH = 38, PASSES = 18, AXIS = 20, MEMORY = 230; // Pixels.
+const STALL_RISE = 3; // Pixels above and below the lane, so that colour is not a stall's only mark.
 const PIXELS_PER_CHARACTER = 6.6;
-const SHORT_ROWS = 200; // As in page.css.
 const MIN_PIXELS_LINED = 12; // Lines between narrower bars would hide the bars.
+const SHORT_ROWS = 200; // As in page.css.
 
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
-const percent = (share) => `${100 * share}%`;
 const tip = document.querySelector(".tip");
 
-function svg(name, attributes, text = "") {
+function svg(name, attributes, ...children) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.textContent = text;
+  made.append(...children);
   return made;
 }
 
@@ -38,11 +37,7 @@ function lastUpTo(values, value) {
 }
 
 function showTip(lines, { clientX: x, clientY: y }) {
-  tip.replaceChildren(...lines.map((line, place) => {
-    const made = document.createElement(place ? "span" : "b");
-    made.textContent = line;
-    return made;
-  }));
+  tip.replaceChildren(...lines.map((line) => Object.assign(document.createElement("span"), { textContent: line })));
   tip.hidden = false;
   const { width, height } = tip.getBoundingClientRect();
   tip.style.left = `${Math.max(4, x + 14 + width > innerWidth ? x - 14 - width : x + 14)}px`;
@@ -51,169 +46,213 @@ function showTip(lines, { clientX: x, clientY: y }) {
 
 class Charts {
   constructor(section, data) {
-    this.section = section;
-    this.data = data;
+    Object.assign(this, data); // See `figures` in iteration.py.
     [this.from, this.width] = [0, 1]; // The visible part, as fractions of the iteration.
     this.chosen = this.wait = -1;
     this.said = "";
-    this.plots = [this.lanes, this.memory] = section.querySelectorAll(".plot");
-    this.rows = [...this.lanes.querySelectorAll(".lane")];
-    this.waits = data.lanes.flatMap((lane) => lane.waits.start.map((start, place) => ({
+    this.plots = [this.timeline, this.curves] = section.querySelectorAll(".plot");
+    this.stalls = this.lanes.flatMap((lane) => lane.waits.start.map((start, place) => ({
       start, length: lane.waits.length[place], text: `${lane.name}: ${this.action(lane.waits, place)}`,
     }))).sort((a, b) => a.start - b.start);
-    this.crosses = section.querySelectorAll(".cross");
     this.tools = section.querySelector(".chart .tools");
     this.tools.hidden = false;
     this.listen();
-    this.draw();
   }
 
-  kind(bars, place) { return this.data.kinds[bars.kind[place]]; }
-
-  action(bars, place) { return `${this.data.owners[bars.owner[place]]}:${this.kind(bars, place)}`; }
+  action({ owner, kind }, place) { return `${this.owners[owner[place]]}:${this.kinds[kind[place]]}`; }
 
   // Changing the visible part.
 
   view(from, to, said = "") {
     this.width = clamp(to - from, MIN_VIEW, 1);
     this.from = clamp((from + to - this.width) / 2, 0, 1 - this.width);
-    for (const plot of this.plots) {
-      plot.firstElementChild.style.width = percent(1 / this.width);
-      plot.scrollLeft = this.from * plot.scrollWidth;
-    }
     this.said = said;
     this.draw();
   }
 
-  // A browser scrolls by whole pixels. With rounding at each zoom, the point under the pointer would drift.
-  scrolled(plot) {
-    const from = plot.scrollLeft / plot.scrollWidth;
-    if (!plot.scrollWidth || Math.abs(from - this.from) * plot.scrollWidth < 1) return;
-    this.from = from;
-    for (const other of this.plots) other.scrollLeft = plot.scrollLeft;
-    this.draw();
+  move(pixels) {
+    const from = clamp(this.from + pixels / this.pixels * this.width, 0, 1 - this.width);
+    this.view(from, from + this.width);
   }
 
   zoom(factor, at = this.from + this.width / 2) {
     const width = clamp(this.width * factor, MIN_VIEW, 1);
-    const from = at - (at - this.from) * width / this.width;
+    const from = clamp(at - (at - this.from) * width / this.width, 0, 1 - width);
     this.view(from, from + width);
   }
 
-  goToWait(direction) {
-    const count = this.waits.length;
+  goToStall(direction) {
+    const { stalls, total, unit } = this, count = stalls.length;
     if (!count) return;
-    const { total, unit } = this.data;
     const from = this.from * total, to = from + this.width * total;
-    const last = this.waits[this.wait]?.start;
+    const last = stalls[this.wait]?.start;
     if (last >= from && last <= to) this.wait += direction;
-    else if (direction > 0) this.wait = Math.max(0, this.waits.findIndex((wait) => wait.start >= from));
-    else this.wait = this.waits.findLastIndex((wait) => wait.start <= to);
+    else if (direction > 0) this.wait = Math.max(0, stalls.findIndex((stall) => stall.start >= from));
+    else this.wait = stalls.findLastIndex((stall) => stall.start <= to);
     this.wait = (this.wait + count) % count;
-    const { start, length, text } = this.waits[this.wait];
+    const { start, length, text } = stalls[this.wait];
     const middle = (start + length / 2) / total;
     const half = clamp(Math.max(length / total * 6, 1 / 120), MIN_VIEW, 0.5);
     this.view(middle - half, middle + half, `${text} stalls compute for ${length.toFixed(3)} ${unit}`);
   }
 
   showGroup(group) {
-    const { lanes, owners, total } = this.data;
-    const ends = lanes.flatMap(({ bars }) => bars.start.flatMap((start, place) =>
+    const ends = this.lanes.flatMap(({ bars }) => bars.start.flatMap((start, place) =>
       bars.owner[place] === group ? [start, start + bars.length[place]] : []));
-    const first = Math.min(...ends), last = Math.max(...ends);
+    const first = Math.min(...ends) / this.total, last = Math.max(...ends) / this.total;
     const margin = 0.06 * (last - first);
     this.chosen = group;
-    this.view((first - margin) / total, (last + margin) / total, owners[group]);
-    this.lanes.focus();
+    this.view(first - margin, last + margin, this.owners[group]);
+    this.timeline.focus();
   }
 
-  // Drawing the parts that depend on the view.
+  // Drawing.
 
   draw() {
-    if (this.due) return;
+    if (this.due || !this.timeline.clientWidth) return;
     this.due = true;
     this.leave();
     requestAnimationFrame(() => {
       this.due = false;
-      const { from, width } = this;
-      this.drawPasses(from, from + width);
-      this.drawLabels(from, from + width);
-      this.drawAxes(from, from + width);
-      this.drawTools(from, from + width);
+      this.pixels = this.timeline.getBoundingClientRect().width - GUTTER;
+      this.drawTimeline();
+      this.drawMemory();
+      this.drawTools();
     });
   }
 
-  room(left, right) { return (right - left) / this.width * this.lanes.clientWidth / PIXELS_PER_CHARACTER; }
+  x(time) { return (time / this.total - this.from) / this.width * this.pixels; }
 
-  // A partly visible pass has its label in the middle of the visible part.
-  drawPasses(from, to) {
-    for (const mark of this.lanes.querySelectorAll("[data-x]")) {
-      const middle = Number(mark.dataset.x), half = Number(mark.dataset.width) / 2;
-      const left = Math.max(middle - half, from), right = Math.min(middle + half, to);
-      mark.setAttribute("x", percent((left + right) / 2));
-      const fits = this.room(left, right) > mark.textContent.length + 0.6;
-      mark.setAttribute("visibility", fits ? "visible" : "hidden");
-    }
+  // Fills a chart: texts on the left of an area, an axis of time below it.
+  frame(plot, height, texts, area) {
+    const left = texts.map(([text, y]) => svg("text", { x: GUTTER - 8, y, "text-anchor": "end" }, text));
+    plot.replaceChildren(svg("svg", { viewBox: `0 0 ${GUTTER + this.pixels} ${height + AXIS}`, "aria-hidden": true },
+      ...left,
+      svg("svg", { class: "area", x: GUTTER, width: this.pixels, height }, ...area),
+      svg("g", { class: "axis", transform: `translate(${GUTTER} ${height + 15})` }, ...this.timeTicks()),
+    ));
   }
 
-  drawLabels(from, to) {
-    const { total, owners, colours, kindsBetweenGroups } = this.data;
-    const made = [];
-    this.data.lanes.forEach(({ bars }, row) => {
-      const ground = this.rows[row].querySelector(".lane-ground");
-      const y = Number(ground.getAttribute("y")), height = Number(ground.getAttribute("height"));
-      const first = Math.max(0, lastUpTo(bars.start, from * total) - 8);
-      const last = lastUpTo(bars.start, to * total);
-      this.rows[row].classList.toggle("lined", this.lanes.clientWidth > MIN_PIXELS_LINED * (last - first));
-      for (let i = first; i <= last; i++) {
-        const left = Math.max(from, bars.start[i] / total);
-        const right = Math.min(to, (bars.start[i] + bars.length[i]) / total);
-        if (right <= left) continue;
-        if (bars.owner[i] === this.chosen) {
-          made.push(svg("rect", { x: percent(left), width: percent(right - left), y, height }));
-        }
-        if (last - first > MAX_LABELS) continue;
-        const full = owners[bars.owner[i]], room = this.room(left, right);
-        const text = room > full.length + 1 ? full : full.split(".", 2).join(".");
-        if (room < Math.max(3, text.length + 0.6)) continue;
-        const colour = kindsBetweenGroups.includes(this.kind(bars, i)) ? "other" : `c${colours[bars.owner[i]]}`;
-        made.push(svg("text", { x: percent((left + right) / 2), y: y + height / 2, dy: "0.35em", "text-anchor": "middle", class: colour }, text));
-      }
-    });
-    this.lanes.querySelector(".labels").replaceChildren(...made);
-  }
-
-  drawAxes(from, to) {
-    const { total } = this.data;
-    const step = niceStep((to - from) * total / clamp(Math.floor(this.lanes.clientWidth / 90), 2, 10));
+  timeTicks() {
+    const from = this.from * this.total, span = this.width * this.total;
+    const step = niceStep(span / clamp(Math.floor(this.pixels / 90), 2, 10));
     const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
-    for (const axis of this.section.querySelectorAll(".axis")) {
-      axis.replaceChildren();
-      for (let tick = Math.ceil(from * total / step - 1e-9); tick * step <= to * total * (1 + 1e-12); tick++) {
-        const share = tick * step / total, place = (share - from) / (to - from);
-        const anchor = place < 0.03 ? "start" : place > 0.97 ? "end" : "middle";
-        axis.append(svg("text", { x: percent(share), y: 15, "text-anchor": anchor }, (tick * step).toFixed(digits)));
-      }
+    const made = [];
+    for (let tick = Math.ceil(from / step - 1e-9); tick * step <= (from + span) * (1 + 1e-12); tick++) {
+      const x = this.x(tick * step), share = x / this.pixels;
+      const anchor = share < 0.03 ? "start" : share > 0.97 ? "end" : "middle";
+      made.push(svg("text", { x, "text-anchor": anchor }, (tick * step).toFixed(digits)));
     }
+    return made;
   }
 
-  drawTools(from, to) {
-    const isAll = to - from > 0.9999;
-    const show = (share) => (share * this.data.total).toPrecision(4);
-    const range = isAll ? "" : `${show(from)} to ${show(to)} ${this.data.unit}`;
+  drawTimeline() {
+    const { lanes, passes, pixels } = this, height = PASSES + lanes.length * LANE_PITCH;
+    const lines = passes.map((pass) => `M${this.x(pass.start)} ${PASSES}V${height}`).join("");
+    // A partly visible pass has its name in the middle of the visible part.
+    const names = passes.map(({ start, end, name }) => this.label(start, end, 13, name)).filter(Boolean);
+    const drawn = lanes.flatMap((lane, row) => this.laneShapes(lane, PASSES + row * LANE_PITCH));
+    const texts = lanes.map((lane, row) => [lane.name, PASSES + row * LANE_PITCH + LANE / 2 + 5]);
+    this.frame(this.timeline, height, texts, [svg("path", { class: "pass-line", d: lines }), ...names, ...drawn]);
+  }
+
+  // A text in the middle of an interval's visible part, if it fits.
+  label(start, end, y, text, name = "") {
+    const left = Math.max(0, this.x(start)), right = Math.min(this.pixels, this.x(end));
+    if (right - left < (text.length + 0.6) * PIXELS_PER_CHARACTER) return null;
+    return svg("text", { x: (left + right) / 2, y, "text-anchor": "middle", class: name }, text);
+  }
+
+  laneShapes({ bars, waits, areWindows }, y) {
+    const { owners, colours, betweenGroups } = this;
+    const [first, last] = this.visible(bars.start);
+    const paths = {}, labels = [], picked = [];
+    for (let i = first; i <= last; i++) {
+      const owner = bars.owner[i], start = bars.start[i], end = start + bars.length[i];
+      const colour = betweenGroups.includes(bars.kind[i]) ? "other" : `m${colours[owner]}`;
+      paths[colour] = (paths[colour] ?? "") + this.rectangle(start, end, y);
+      if (owner === this.chosen) picked.push(svg("path", { class: "picked", d: this.rectangle(start, end, y) }));
+      const short = owners[owner].split(".", 2).join(".");
+      const text = [owners[owner], short].map((name) => this.label(start, end, y + 19, name, colour)).find(Boolean);
+      if (text) labels.push(text);
+    }
+    const [firstWait, lastWait] = this.visible(waits.start);
+    let wait = "";
+    for (let i = firstWait; i <= lastWait; i++) {
+      wait += this.rectangle(waits.start[i], waits.start[i] + waits.length[i], y, STALL_RISE);
+    }
+    const isLined = this.pixels > MIN_PIXELS_LINED * (last - first);
+    const kind = `bar${areWindows ? " window" : ""}${isLined ? " lined" : ""}`;
+    return [
+      svg("rect", { class: "ground", y, width: this.pixels, height: LANE }),
+      ...Object.entries(paths).map(([colour, d]) => svg("path", { class: `${kind} ${colour}`, d })),
+      svg("path", { class: "wait", d: wait }),
+      svg("g", { class: "labels" }, ...labels, ...picked),
+    ];
+  }
+
+  // The first and last place of what may be in view, of intervals of which at most 8 overlap.
+  visible(starts) {
+    const from = this.from * this.total;
+    return [Math.max(0, lastUpTo(starts, from) - 8), lastUpTo(starts, from + this.width * this.total)];
+  }
+
+  rectangle(start, end, y, rise = 0) {
+    const left = clamp(this.x(start), -9, this.pixels + 9), right = clamp(this.x(end), -9, this.pixels + 9);
+    return `M${left.toFixed(2)} ${y - rise}H${right.toFixed(2)}v${LANE + 2 * rise}H${left.toFixed(2)}z`;
+  }
+
+  drawMemory() {
+    const { start, unit, target, curves } = this.memory;
+    const names = Object.keys(curves);
+    const highest = Math.max(target, 1e-9, ...names.map((name) => curves[name].reduce((a, b) => Math.max(a, b), 0)));
+    const step = niceStep(highest / 4), top = step * (Math.floor(highest * 1.06 / step) + 1);
+    const y = (value) => MEMORY * (1 - value / top);
+    const [first, last] = this.visible(start);
+    const texts = [], lines = [], shapes = [];
+    for (let tick = 0; tick * step <= top * 1.0001; tick++) {
+      texts.push([`${Number((tick * step).toPrecision(6))} ${unit}`, clamp(y(tick * step) + 4, 11, MEMORY)]);
+      lines.push(svg("line", { class: "grid", x2: this.pixels, y1: y(tick * step), y2: y(tick * step) }));
+    }
+    for (const name of names) {
+      const values = curves[name];
+      let path = `M${this.x(start[first]).toFixed(2)} ${y(values[first]).toFixed(2)}`;
+      for (let i = first + 1; i <= last; i++) {
+        if (values[i] !== values[i - 1]) path += `H${this.x(start[i]).toFixed(2)}V${y(values[i]).toFixed(2)}`;
+      }
+      path += `H${this.pixels}`;
+      if (name === "with") shapes.push(svg("path", { class: "fill with", d: `${path}V${MEMORY}H${this.x(start[first])}z` }));
+      shapes.push(svg("path", { class: `curve ${name}`, d: path }));
+    }
+    for (const name of names.filter((name) => name !== "host")) {
+      const peak = curves[name].reduce((a, b) => Math.max(a, b), 0);
+      const cx = this.x(start[curves[name].indexOf(peak)]);
+      shapes.push(svg("circle", { class: `peak ${name}`, cx, cy: y(peak), r: 4.5 }));
+    }
+    if (target) {
+      shapes.push(svg("line", { class: "curve target", x2: this.pixels, y1: y(target), y2: y(target) }));
+      shapes.push(svg("text", { class: "target-name", x: this.pixels - 6, y: y(target) - 5, "text-anchor": "end" }, "target"));
+    }
+    this.frame(this.curves, MEMORY, texts, [...lines, ...shapes]);
+  }
+
+  drawTools() {
+    const { from, width, total, unit } = this;
+    const digits = clamp(3 - Math.floor(Math.log10(width * total)), 0, 9);
+    const [start, end] = [from, from + width].map((share) => (share * total).toFixed(digits));
+    const range = width > 0.9999 ? "" : `${start} to ${end} ${unit}`;
     this.tools.querySelector(".range").textContent = [this.said, range].filter(Boolean).join("  |  ");
     for (const button of this.tools.querySelectorAll("button")) {
       const action = button.dataset.do;
-      button.disabled = action === "in" ? to - from < MIN_VIEW * 1.001
-        : action === "out" || action === "all" ? isAll : this.waits.length === 0;
+      button.disabled = action === "in" ? width < MIN_VIEW * 1.001
+        : action === "out" || action === "all" ? !range : !this.stalls.length;
     }
   }
 
   // Pointer.
 
   describe(row, time) {
-    const slack = 2 / this.lanes.clientWidth * this.width * this.data.total;
-    const lane = this.data.lanes[row];
+    const slack = 2 / this.pixels * this.width * this.total, lane = this.lanes[row];
     for (const [bars, isWait] of lane ? [[lane.waits, true], [lane.bars, false]] : []) {
       const last = lastUpTo(bars.start, time + slack);
       for (let i = last; i >= Math.max(0, last - 8); i--) {
@@ -223,96 +262,95 @@ class Charts {
     return null;
   }
 
-  lines(lane, bars, place, isWait) {
-    const { unit } = this.data;
+  lines({ areWindows }, bars, place, isWait) {
+    const { unit } = this, isWindow = areWindows && !isWait;
     const start = bars.start[place], length = bars.length[place], nbytes = bars.bytes[place];
-    const digits = unit === "ms" ? 3 : 0;
-    const show = (time) => time.toFixed(digits);
-    const name = this.action(bars, place);
-    const lines = lane.areWindows && !isWait
-      ? [name, `may run from ${show(start)} to ${show(start + length)} ${unit}`]
-      : [isWait ? `stall at ${name}` : name, `${show(length)} ${unit}, from ${show(start)} ${unit}`];
-    if (nbytes) {
-      const size = nbytes >= 2 ** 20 ? `${(nbytes / 2 ** 20).toFixed(1)} MiB` : `${(nbytes / 1024).toFixed(1)} KiB`;
-      const rate = !lane.areWindows && length > 0 ? `, ${(nbytes / length / 1e6).toFixed(1)} GB/s` : "";
-      lines.push(size + rate);
-    }
-    return lines;
+    const show = (time) => time.toFixed(unit === "ms" ? 3 : 0);
+    const name = `${isWait ? "stall at " : ""}${this.action(bars, place)}`;
+    const times = isWindow ? `may run from ${show(start)} to ${show(start + length)} ${unit}`
+      : `${show(length)} ${unit}, from ${show(start)} ${unit}`;
+    if (!nbytes) return [name, times];
+    const size = nbytes >= 2 ** 20 ? `${(nbytes / 2 ** 20).toFixed(1)} MiB` : `${(nbytes / 1024).toFixed(1)} KiB`;
+    const rate = !isWindow && length > 0 ? `, ${(nbytes / length / 1e6).toFixed(1)} GB/s` : "";
+    return [name, times, size + rate];
   }
 
   describeMemory(time) {
-    const { start, unit, curves } = this.data.memory;
-    const step = Math.max(0, lastUpTo(start, time));
+    const { start, unit, curves } = this.memory, step = Math.max(0, lastUpTo(start, time));
     const names = { without: "without the plan", with: "with the plan", measured: "measured", host: "host, in use" };
     return [
-      `at ${time.toFixed(this.data.unit === "ms" ? 2 : 0)} ${this.data.unit}`,
+      `at ${time.toFixed(this.unit === "ms" ? 2 : 0)} ${this.unit}`,
       ...Object.entries(curves).map(([name, values]) => `${names[name]}: ${values[step].toFixed(2)} ${unit}`),
     ];
   }
 
-  shareAt(event, plot) {
-    const { left, width } = plot.getBoundingClientRect();
-    return this.from + (event.clientX - left) / width * this.width;
+  shareAt({ clientX }, plot) {
+    return this.from + (clientX - plot.getBoundingClientRect().left - GUTTER) / this.pixels * this.width;
   }
 
   point(event, plot) {
-    const share = this.shareAt(event, plot), time = share * this.data.total;
-    for (const cross of this.crosses) {
-      cross.style.transform = `translateX(${share * plot.scrollWidth}px)`;
-      cross.hidden = false;
+    this.leave();
+    const share = this.shareAt(event, plot), time = share * this.total;
+    if (share < this.from || share > this.from + this.width) return;
+    for (const area of this.plots) {
+      area.querySelector(".area")?.append(svg("line", { class: "cross", x1: this.x(time), x2: this.x(time), y2: "100%" }));
     }
-    const lines = plot === this.memory ? this.describeMemory(time)
-      : this.describe(this.rows.indexOf(event.target.closest(".lane")), time);
-    if (lines) showTip(lines, event); else tip.hidden = true;
+    const row = Math.floor((event.clientY - plot.getBoundingClientRect().top - PASSES) / LANE_PITCH);
+    const lines = plot === this.curves ? this.describeMemory(time) : this.describe(row, time);
+    if (lines) showTip(lines, event);
   }
 
   leave() {
     tip.hidden = true;
-    for (const cross of this.crosses) cross.hidden = true;
+    for (const plot of this.plots) plot.querySelector(".cross")?.remove();
   }
 
   listen() {
     const actions = {
       in: () => this.zoom(1 / 2), out: () => this.zoom(2), all: () => { this.chosen = -1; this.view(0, 1); },
-      next: () => this.goToWait(1), previous: () => this.goToWait(-1),
+      next: () => this.goToStall(1), previous: () => this.goToStall(-1),
+      left: () => this.move(-60), right: () => this.move(60),
     };
-    const keys = { "+": "in", "=": "in", "-": "out", 0: "all", n: "next", p: "previous" };
+    const keys = { "+": "in", "=": "in", "-": "out", 0: "all", n: "next", p: "previous", ArrowLeft: "left", ArrowRight: "right" };
     this.tools.addEventListener("click", (event) => actions[event.target.dataset?.do]?.());
-    this.lanes.addEventListener("keydown", (event) => {
-      if (!(event.ctrlKey || event.metaKey || event.altKey)) actions[keys[event.key]]?.();
+    this.timeline.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in keys)) return;
+      event.preventDefault();
+      actions[keys[event.key]]();
     });
     for (const plot of this.plots) {
-      plot.addEventListener("scroll", () => this.scrolled(plot));
+      let last = 0;
+      plot.addEventListener("pointerdown", (event) => { last = event.clientX; });
       plot.addEventListener("pointermove", (event) => {
         if (event.buttons !== 1) return this.point(event, plot);
-        plot.scrollLeft -= event.movementX;
+        this.move(last - event.clientX);
+        last = event.clientX;
       });
       plot.addEventListener("pointerleave", () => this.leave());
       plot.addEventListener("dblclick", (event) => this.zoom(1 / 3, this.shareAt(event, plot)));
       plot.addEventListener("wheel", (event) => {
-        if (!event.ctrlKey && !event.metaKey) return;
+        const isZoom = event.ctrlKey || event.metaKey;
+        if (!isZoom && Math.abs(event.deltaX) <= Math.abs(event.deltaY)) return;
         event.preventDefault();
-        this.zoom(Math.exp(clamp(event.deltaY, -100, 100) / 150), this.shareAt(event, plot));
+        if (isZoom) this.zoom(Math.exp(clamp(event.deltaY, -100, 100) / 150), this.shareAt(event, plot));
+        else this.move(event.deltaX);
       }, { passive: false });
     }
-    // A hidden element loses its scroll position.
-    new ResizeObserver(() => this.view(this.from, this.from + this.width, this.said)).observe(this.lanes);
+    new ResizeObserver(() => this.draw()).observe(this.timeline); // It draws for the first time, too.
   }
 }
 
 class Groups {
   constructor(section, charts) {
-    this.section = section.querySelector(".groups");
-    this.body = this.section.querySelector("tbody");
+    this.section = section;
+    this.body = section.querySelector("tbody");
     this.rows = [...this.body.rows];
-    this.heads = [...this.section.querySelectorAll("thead th")];
-    this.filters = [...this.section.querySelectorAll("select")];
-    this.more = this.section.querySelector(".more");
-    this.section.querySelector(".tools").hidden = false;
+    this.heads = [...section.querySelectorAll("thead th")];
+    this.filters = [...section.querySelectorAll("select")];
+    this.more = section.querySelector(".more");
+    section.querySelector(".tools").hidden = false;
     this.heads.forEach((head, place) => {
-      const button = document.createElement("button");
-      button.type = "button";
-      button.textContent = head.textContent;
+      const button = Object.assign(document.createElement("button"), { type: "button", textContent: head.textContent });
       button.addEventListener("click", () => this.sort(place));
       head.replaceChildren(button);
     });
@@ -333,14 +371,12 @@ class Groups {
     for (const other of this.heads) other.removeAttribute("aria-sort");
     head.setAttribute("aria-sort", isAscending ? "ascending" : "descending");
     const sign = isAscending ? 1 : -1;
-    const keyed = this.rows.map((row) => {
-      const { dataset, textContent } = row.cells[place];
-      return { row, key: dataset.order ?? textContent };
-    });
+    const key = (row) => row.cells[place].dataset.order ?? row.cells[place].textContent;
+    const keyed = this.rows.map((row) => [key(row), row]);
     // Empty cells are last in both orders.
-    keyed.sort(({ key: a }, { key: b }) => !isNumber ? sign * a.localeCompare(b)
+    keyed.sort(([a], [b]) => !isNumber ? sign * a.localeCompare(b)
       : a === "" || b === "" ? (a === "") - (b === "") : sign * (a - b));
-    this.body.replaceChildren(...keyed.map(({ row }) => row));
+    this.body.replaceChildren(...keyed.map(([, row]) => row));
   }
 
   // A long table shows its first rows; the others are shown on demand because their layout is slow.
@@ -365,18 +401,12 @@ const shown = new WeakSet();
 function select(id) {
   const section = sections.find((other) => other.id === id) ?? sections[0];
   if (!section) return null;
-  for (const other of sections) {
-    other.hidden = other !== section;
-    other.classList.toggle("chosen", other === section);
-  }
-  for (const link of links) {
-    if (link.hash === `#${section.id}`) link.setAttribute("aria-current", "true");
-    else link.removeAttribute("aria-current");
-  }
+  for (const other of sections) other.classList.toggle("chosen", other === section);
+  for (const link of links) link.ariaCurrent = link.hash === `#${section.id}` ? "true" : null;
   const block = section.querySelector("script.data");
   if (block && !shown.has(section)) {
     shown.add(section);
-    new Groups(section, new Charts(section, JSON.parse(block.textContent)));
+    new Groups(section.querySelector(".groups"), new Charts(section, JSON.parse(block.textContent)));
   }
   return section;
 }

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -32,46 +31,33 @@ from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.render import format_bytes, render_plan
 from megatron.slipstream.plan.walk import Simulation
 from megatron.slipstream.plan.whole_files import write_whole
-from megatron.slipstream.report_page import charts
 from megatron.slipstream.report_page.findings import findings, next_step
 from megatron.slipstream.report_page.groups import GroupTable, group_table
-from megatron.slipstream.report_page.iteration import Iteration, iteration_of
+from megatron.slipstream.report_page.iteration import Iteration, figures, iteration_of
 from megatron.slipstream.report_page.summary import (
     cards,
     differing_rows,
-    format_ms,
     name_ranks,
     rank_differences,
     rank_table,
 )
 
-GRID_WIDTH = 64
-MAX_GRID_ROWS = 200
-MAX_FINDINGS_SHOWN = 8
-"""Number of findings shown; the rest are collapsed."""
-MAX_DETAILS_SHOWN = 8
-"""Number of details shown per finding; the rest are only counted."""
+MAX_SHOWN = 8
+"""Number of findings shown, the rest being collapsed; of details of each, and of differences."""
 
 
 class _RankView(NamedTuple):
-    """A rank's data for the template."""
+    """A rank's data for the template; without a plan it has no charts and groups."""
 
     report: RankReport
-    remark: str
-    iteration: Optional[Iteration]
-    timeline: Optional[charts.Timeline]
-    memory: Optional[charts.MemoryCurve]
-    groups: Optional[GroupTable]
-    data: Optional[dict[str, Any]]
-    grid: str
-    sparkline: str
+    remark: str = ""
+    iteration: Optional[Iteration] = None
+    groups: Optional[GroupTable] = None
+    data: Optional[dict[str, Any]] = None
 
 
 def render_page(
-    report: Report,
-    plans: Optional[Mapping[int, Plan]] = None,
-    progress: Optional[Callable[[int, int], None]] = None,
-    is_plan: bool = False,
+    report: Report, plans: Optional[Mapping[int, Plan]] = None, is_plan: bool = False
 ) -> str:
     """Render the page as HTML.
 
@@ -79,45 +65,33 @@ def render_page(
         report: Report of one or more ranks.
         plans: The plan of each rank, for its timeline, memory curve and table of groups. A rank
             without a plan has none of these.
-        progress: Called before each rank and at the end with the number of finished ranks and the
-            total.
         is_plan: Whether this is the page of a plan that has not run.
 
     Raises:
         ValueError: A plan's times or bandwidth are invalid.
     """
-    views = []
-    for place, rank in enumerate(report.ranks):
-        if progress is not None:
-            progress(place, len(report.ranks))
-        views.append(_view(rank, (plans or {}).get(rank.rank)))
-    if progress is not None:
-        progress(len(report.ranks), len(report.ranks))
     style, script = _file("page.css"), _file("page.js")
     heads, stages = rank_table(report)
     return _template().render(
         style=style,
         script=script,
-        policy=_policy(style, script),
+        # See [Note: Nothing in the page is trusted].
+        policy=f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'",
         title="Slipstream plan" if is_plan else "Slipstream report",
         is_plan=is_plan,
         subtitle=["one iteration, predicted"] if is_plan else _subtitle(report),
         cards=cards(report),
         findings=findings(report),
         next_step=next_step(report),
-        max_findings=MAX_FINDINGS_SHOWN,
-        max_details=MAX_DETAILS_SHOWN,
+        max_shown=MAX_SHOWN,
         rank_heads=heads,
         layer_heads=HEADS,
         stages=stages,
         differences=rank_differences(report),
-        ranks=views,
+        ranks=[_view(rank, (plans or {}).get(rank.rank)) for rank in report.ranks],
         settings=differing_rows(report, lambda rank: rank.settings),
         environment=differing_rows(report, lambda rank: rank.environment),
-        width=charts.WIDTH,
-        height=charts.HEIGHT,
-        lane_height=charts.LANE_HEIGHT,
-        min_label=charts.MIN_LABEL_SHARE,
     )
 
 
@@ -150,43 +124,27 @@ def render_plan_page(plan: Plan, simulation: Simulation) -> str:
     return render_page(Report([rank]), {rank.rank: plan}, is_plan=True)
 
 
-def save_page(
-    path: str | Path,
-    report: Report,
-    plans: Optional[Mapping[int, Plan]] = None,
-    progress: Optional[Callable[[int, int], None]] = None,
-) -> None:
+def save_page(path: str | Path, report: Report, plans: Optional[Mapping[int, Plan]] = None) -> None:
     """Write :func:`render_page`'s page atomically.
 
     Raises:
         ValueError: A plan's times or bandwidth are invalid.
         OSError: The page cannot be written.
     """
-    write_whole(path, render_page(report, plans, progress).encode())
+    write_whole(path, render_page(report, plans).encode())
 
 
 def _view(rank: RankReport, plan: Optional[Plan]) -> _RankView:
-    spark = charts.sparkline(rank.iteration_ms) if len(rank.iteration_ms) > 2 else ""
     if plan is None or not plan.trace.steps:
-        return _RankView(rank, "", None, None, None, None, None, rank.plan, spark)
+        return _RankView(rank)
     iteration = iteration_of(plan, rank)
     remark = ""
     if rank.plan and render_plan(plan) != rank.plan:
         remark = (
             f"The charts of rank {rank.rank} show another plan than the one that it followed: "
-            "figures above and in the grid are of the run, everything below is of the given plan"
+            "charts and groups are of the given plan, everything else is of the run"
         )
-    return _RankView(
-        report=rank,
-        remark=remark,
-        iteration=iteration,
-        timeline=charts.draw_timeline(iteration),
-        memory=charts.draw_memory(iteration),
-        groups=group_table(iteration, rank),
-        data=charts.figures(iteration),
-        grid=render_plan(plan, GRID_WIDTH, MAX_GRID_ROWS),
-        sparkline=spark,
-    )
+    return _RankView(rank, remark, iteration, group_table(iteration, rank), figures(iteration))
 
 
 def _subtitle(report: Report) -> list[str]:
@@ -198,14 +156,6 @@ def _subtitle(report: Report) -> list[str]:
         found = {name: first.environment[name] for name in names if name in first.environment}
         parts += [text if name == "GPU" else f"{name} {text}" for name, text in found.items()]
     return parts
-
-
-def _policy(style: str, script: str) -> str:
-    """Return the content security policy; see [Note: Nothing in the page is trusted]."""
-    return (
-        f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
 
 
 def _source(text: str) -> str:
@@ -224,9 +174,6 @@ def _template() -> Template:
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     environment.filters["size"] = format_bytes
-    environment.filters["ms"] = format_ms
-    environment.filters["percent"] = "{:.4%}".format
-    environment.filters["median"] = statistics.median
     environment.filters["ranks"] = name_ranks
     environment.filters["layer_rows"] = layer_rows
     return environment.from_string(_file("page.html"))

@@ -16,7 +16,7 @@ from megatron.slipstream.cli import main
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.plan.files import save_plan, save_trace
+from megatron.slipstream.plan.files import save_trace
 from megatron.slipstream.report_page.page import render_page
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,14 +81,6 @@ def test_a_trace_of_another_rank_is_seen(folder: Path) -> None:
     assert "The charts of rank 0 show another plan" in page.read_text()
 
 
-def test_a_plan_is_drawn_as_it_is(folder: Path) -> None:
-    page, plan_file = folder / "page.html", folder / "plan.json"
-    save_plan(build_plan(TRACES[0], PolicyOptions()), plan_file)
-    assert run(folder / "report.json", "--plan", plan_file, "--html", page) == 0
-    report = make_run(TRACES[0], 0, OPTIONS).report
-    assert page.read_text() == render_page(report, {0: build_plan(TRACES[0], PolicyOptions())})
-
-
 def test_a_report_without_options_is_planned_with_the_defaults(folder: Path) -> None:
     page = folder / "page.html"
     old = RankReport(0, plan="")
@@ -100,7 +92,6 @@ def test_a_report_without_options_is_planned_with_the_defaults(folder: Path) -> 
 
 WRONG = {
     "no page": (["--trace", "trace.json"], "--trace is not supported without --html"),
-    "plan, no page": (["--plan", "plan.json"], "--plan is not supported without --html"),
     "not a page's name": (
         ["--html", "report.json"],
         "--html=report.json is not the name of a page",
@@ -113,17 +104,9 @@ WRONG = {
         ["--trace", "none.json", "--html", "page.html"],
         "none.json does not exist; train with --offload-trace-path none.json to write it",
     ),
-    "missing plan": (
-        ["--plan", "none.json", "--html", "page.html"],
-        "none.json does not exist; run slipstream plan with --output none.json to write it",
-    ),
     "folder for a trace": (
         ["--trace", ".", "--html", "page.html"],
         "--trace=. is a folder; give a file that --offload-trace-path wrote",
-    ),
-    "folder for a plan": (
-        ["--plan", ".", "--html", "page.html"],
-        "--plan=. is a folder; give a file that 'slipstream plan --output' wrote",
     ),
     "folder for the page": (
         ["--html", "folder.html"],
@@ -184,18 +167,17 @@ def test_an_unreadable_report_is_one_error_with_the_file_and_the_cure(
     assert len(error) < 400
 
 
-@pytest.mark.parametrize("option", ["--trace", "--plan"])
 @pytest.mark.parametrize(
     "content", [b"\x93NUMPY\x01\x00", b"null", b"[" * 99999], ids=["binary", "null", "nested"]
 )
-def test_an_unreadable_trace_or_plan_is_one_error_with_the_file_and_the_cure(
-    folder: Path, capsys: pytest.CaptureFixture[str], content: bytes, option: str
+def test_an_unreadable_trace_is_one_error_with_the_file_and_the_cure(
+    folder: Path, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
     path = folder / "other.json"
     path.write_bytes(content)
-    assert run(folder / "report.json", option, path, "--html", folder / "page.html") == 2
+    assert run(folder / "report.json", "--trace", path, "--html", folder / "page.html") == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {path} is not a whole slipstream-{option[2:]}: ")
+    assert error.startswith(f"error: {path} is not a whole slipstream-trace: ")
     assert " wrote\n" in error
     assert error.count("\n") == 1
 
@@ -234,13 +216,6 @@ def test_a_trace_does_not_say_which_of_several_ranks_it_is_of(
     trace, page = folder / "trace.json", folder / "page.html"
     assert run(folder / "both.json", "--trace", trace, "--html", page) == 2
     assert "belongs to a report of 2 ranks" in capsys.readouterr().err
-
-
-def test_trace_and_plan_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        run("a", "--trace", "b", "--plan", "c", "--html", "d.html")
-    assert stopped.value.code == 2
-    assert "not allowed with" in capsys.readouterr().err
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,16 @@ from megatron.slipstream.fine_grained_activation_offload.report import RankRepor
 from megatron.slipstream.plan.actions import ActionKind
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.edges import Queue
-from megatron.slipstream.plan.trace import StepKind
+from megatron.slipstream.plan.timeline import device_memory
+from megatron.slipstream.plan.trace import OUTPUT_LAYER, StepKind
 from megatron.slipstream.plan.walk import simulate
 from megatron.slipstream.report_page.groups import group_table
-from megatron.slipstream.report_page.iteration import Iteration, iteration_of, waits_by_group
+from megatron.slipstream.report_page.iteration import (
+    Iteration,
+    figures,
+    iteration_of,
+    waits_by_group,
+)
 
 
 def iteration(**changes: object) -> Iteration:
@@ -124,6 +130,46 @@ def test_nothing_lies_behind_the_end() -> None:
     assert shown.total == shown.measured.bars[-1].end
 
 
+def test_figures_for_the_script_are_those_of_the_lanes() -> None:
+    run = make_run(options=PolicyOptions(target_memory_bytes=8 << 20))
+    (begin, *_) = [i for i, step in enumerate(run.plan.trace.steps) if not step.is_of_group]
+    run = with_waits(run, {2: 4.0, begin: 1.0})
+    shown = iteration_of(run.plan, run.rank)
+    data = figures(shown)
+    assert len(data["lanes"][0]["waits"]["owner"]) == 2, "of a group, and of the output layer"
+    assert data["total"] == shown.total
+    for lane, drawn in zip(shown.lanes, data["lanes"], strict=True):
+        for bars, columns in ((lane.bars, drawn["bars"]), (lane.waits, drawn["waits"])):
+            actions = [
+                f"{data['owners'][owner]}:{data['kinds'][kind]}"
+                for owner, kind in zip(columns["owner"], columns["kind"], strict=True)
+            ]
+            assert actions == [str(bar.cause) for bar in bars]
+            assert columns["start"] == pytest.approx([bar.start for bar in bars], abs=1e-4)
+            lengths = [bar.end - bar.start for bar in bars]
+            assert columns["length"] == pytest.approx(lengths, abs=1e-4)
+            assert columns["bytes"] == [bar.nbytes for bar in bars if any(b.nbytes for b in bars)]
+    memory = data["memory"]
+    unit = {"KiB": 1 << 10, "MiB": 1 << 20}[memory["unit"]]
+    assert memory["target"] * unit == 8 << 20
+    for name, values in shown.memory.items():
+        assert [value * unit for value in memory["curves"][name]] == pytest.approx(
+            values, abs=unit / 1000
+        )
+    device = device_memory(run.plan)
+    assert shown.memory["without"] == device.without_plan
+    assert shown.memory["with"] == device.with_plan
+    assert shown.memory["measured"] == shown.peak_bytes
+
+
+def test_modules_beyond_the_colours_share_them() -> None:
+    names = [f"module{place}" for place in range(12)]
+    run = make_run(make_trace(num_layers=2, modules=tuple(names)), is_measured=False)
+    colours = iteration_of(run.plan, run.rank).colours
+    assert list(colours) == [*names, OUTPUT_LAYER]
+    assert list(colours.values()) == [*range(10), 0, 1, 2]
+
+
 # The table of groups.
 
 
@@ -202,7 +248,11 @@ def test_lateness_is_told_apart_by_direction_and_by_source() -> None:
     assert rows[late]["Late starts"] == "3"
     assert [row["Late starts"] for row in rows.values()].count("") == len(rows) - 1
     groups = group_table(shown, rank)
-    marked = {str(g.key) for g, w in zip(run.plan.groups, groups.waits, strict=True) if w}
+    marked = {
+        str(group.key)
+        for group, state in zip(run.plan.groups, groups.states, strict=True)
+        if state.endswith(" waits")
+    }
     columns = ("Offload late", "Reload late", "Stalled", "Late starts")
     assert marked == {key for key, row in rows.items() if any(row.get(c) for c in columns)}
 
