@@ -111,8 +111,16 @@ def shortest(schedule: Sequence[ScheduledPass]) -> tuple[ScheduledPass, ...]:
             most, needed = in_flight, len(begun)
     if most > 1:
         needed += 1
-    kept = sorted({item.micro_batch for item in schedule})[:needed]
-    return tuple(item for item in schedule if item.micro_batch in set(kept))
+    kept = set(sorted({item.micro_batch for item in schedule})[:needed])
+    extra: dict[tuple[str, int], int] = {}
+    for item in schedule:
+        way = item.direction, item.vp_stage
+        extra[way] = max(extra.get(way, 0), item.extra_bytes)
+    return tuple(
+        item._replace(extra_bytes=extra[item.direction, item.vp_stage])
+        for item in schedule
+        if item.micro_batch in kept
+    )
 
 
 @dataclass(frozen=True)
@@ -193,7 +201,8 @@ class Judge:
         self._fixed_ms = sum(item.wait_ms for item in rank.schedule)
         self._unit_ms: list[dict[LayerSetting, float]] = []
         for vp_stage, chunk in enumerate(rank.chunks):
-            count = sum(item[::2] == ("F", vp_stage) for item in rank.schedule)
+            passes = [item for item in rank.schedule if item.vp_stage == vp_stage]
+            count = sum(item.direction == "F" for item in passes)
             for template in (*chunk.before, *chunk.after):
                 self._fixed_ms += count * template.compute_ms
             self._unit_ms += [

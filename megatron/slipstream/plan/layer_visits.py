@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import itertools
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Optional
 
@@ -98,7 +98,7 @@ class LayerVisits:
     def __init__(self, layers: Sequence[RankLayer]) -> None:
         self.layers = tuple(layers)
         self.schedule: tuple[ScheduledPass, ...] = ()
-        """The passes of the last iteration."""
+        """The passes of the last iteration, with the most that each needed beside its templates."""
         self._measured: dict[_Key, _Measured] = {}
         self._movable: dict[tuple[str, LayerSetting], int] = {}
 
@@ -174,10 +174,63 @@ class LayerVisits:
                 found.setdefault(key, []).append((work, end.ms))
         for key, works in found.items():
             self._note(key, works, has_memory=bool(movable_bytes))
-        self.schedule = tuple(_schedule(boundaries, self.layers))
+        passes = list(_schedule(boundaries, self.layers))
+        extra = [one.extra_bytes for one in self.schedule]
+        if len(extra) != len(passes):
+            extra = [max(extra, default=0)] * len(passes)
+        self._set_schedule(passes, extra)
         for layer, setting, nbytes in zip(self.layers, assignment, movable_bytes, strict=False):
             known = self._movable.get((layer.kind, setting), nbytes)
             self._movable[layer.kind, setting] = min(known, nbytes)
+
+    def _set_schedule(self, passes: Iterable[ScheduledPass], extra: Iterable[int]) -> None:
+        pairs = zip(passes, extra, strict=True)
+        self.schedule = tuple(one._replace(extra_bytes=nbytes) for one, nbytes in pairs)
+
+    def note_extra(
+        self, assignment: Assignment, boundaries: Sequence[Boundary], scale: float = 1.0
+    ) -> None:
+        """Note what each pass of an iteration needed beside what its templates add up to.
+
+        Each cut is compared with the same cut of what is composed: with other settings, the peak is
+        at another one. The iteration is the last one that was added.
+        """
+        extra = [one.extra_bytes for one in self.schedule]
+        number, live = -1, 0
+        for begin, end in itertools.pairwise(boundaries):
+            passes = [number]
+            if begin.place is Place.CALL:
+                passes = [number + 1]
+            elif self._begins_backward(end):
+                passes = [number + 1] if begin.place is Place.RETURN else [number, number + 1]
+            number = passes[-1]
+            composed = Work(0.0)
+            for work in self._works(assignment, begin, end):
+                composed = composed.then(work)
+            real = int((end.peak_bytes - boundaries[0].nbytes) * scale)
+            for one in passes:
+                extra[one] = max(extra[one], real - live - composed.peak_bytes)
+            live += composed.net_bytes
+        self._set_schedule(self.schedule, extra)
+
+    def _begins_backward(self, cut: Boundary) -> bool:
+        """Return whether backward of a chunk's layers begins at this cut."""
+        last = max((i for i, one in enumerate(self.layers) if one.chunk == cut.chunk), default=-1)
+        return cut.place is Place.GRADIENT and cut.layer == last
+
+    def _works(self, assignment: Assignment, begin: Boundary, end: Boundary) -> Iterator[Work]:
+        """Yield what templates have between two cuts."""
+        if begin.place in (Place.LAYER, Place.GRADIENT):
+            template = self._template(self.layers[begin.layer].kind, assignment[begin.layer])
+            is_forward = begin.place is Place.LAYER
+            yield template.in_forward if is_forward else template.in_backward
+        elif begin.place in (Place.CALL, Place.INPUT_GRADIENT):
+            before = self._around(begin.chunk, Place.CALL, Place.INPUT_GRADIENT)
+            yield before.in_forward if begin.place is Place.CALL else before.in_backward
+        elif begin.place is Place.LAYERS_END:
+            yield self._around(begin.chunk, Place.LAYERS_END, Place.RETURN).in_forward
+        if self._begins_backward(end):
+            yield self._around(end.chunk, Place.LAYERS_END, Place.RETURN).in_backward
 
     def _note(
         self, key: _Key, works: Sequence[tuple[Work, Optional[float]]], has_memory: bool
@@ -208,6 +261,8 @@ class LayerVisits:
         for one in self._measured.values():
             one.net_bytes = int(one.net_bytes * factor)
             one.peak_bytes = int(one.peak_bytes * factor)
+        extra = [int(one.extra_bytes * factor) for one in self.schedule]
+        self._set_schedule(self.schedule, extra)
 
     # What ranks agree on.
 
@@ -217,7 +272,8 @@ class LayerVisits:
         for key in sorted(self._measured, key=repr):
             one = self._measured[key]
             values += [one.net_bytes, one.peak_bytes, -1.0 if one.ms is None else one.ms]
-        return values + [-self._movable[key] for key in sorted(self._movable, key=repr)]
+        values += [-self._movable[key] for key in sorted(self._movable, key=repr)]
+        return values + [one.extra_bytes for one in self.schedule]
 
     def take(self, numbers: Iterable[float]) -> None:
         """Replace all measurements by numbers in the order of :meth:`numbers`."""
@@ -227,6 +283,7 @@ class LayerVisits:
             self._measured[key] = _Measured(int(net), int(peak), None if ms < 0 else ms)
         for name in sorted(self._movable, key=repr):
             self._movable[name] = -int(next(left))
+        self._set_schedule(self.schedule, map(int, left))
 
     # Templates.
 

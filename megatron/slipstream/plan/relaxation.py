@@ -146,9 +146,7 @@ class Relaxation:
         if self.stage is Stage.FRUGAL:
             self._frugal_bytes = activation_bytes
         elif self.stage is Stage.RECORDED and movable_bytes:
-            composed = self.visits.templates(None, 0).compose(self.assignment)
-            real = max(boundary.peak_bytes for boundary in boundaries) - boundaries[0].nbytes
-            self._note_excess(int(real * scale) - max(composed.present_bytes, default=0))
+            self.visits.note_extra(self.assignment, boundaries, scale)
         self._activation_bytes = activation_bytes
 
     @property

@@ -215,6 +215,8 @@ class ScheduledPass(NamedTuple):
     vp_stage: int = 0
     wait_ms: float = 0.0
     """Time for which the rank waits for other ranks before it."""
+    extra_bytes: int = 0
+    """Bytes that it needs beside those of templates, such as what is held outside the model."""
 
 
 class ChunkLayers(NamedTuple):
@@ -289,8 +291,9 @@ class RankTemplates:
         chunks = self.passes(assignment)
         recorder = _Recorder(self.state_bytes, marks_all)
         in_flight: dict[tuple[int, int], int] = {}
-        for direction, micro_batch, vp_stage, wait_ms in self.schedule:
+        for direction, micro_batch, vp_stage, wait_ms, extra_bytes in self.schedule:
             recorder.spend(wait_ms)
+            recorder.extra_bytes = extra_bytes
             if direction == "F":
                 in_flight[micro_batch, vp_stage] = recorder.run_forward(chunks[vp_stage])
             else:
@@ -302,6 +305,8 @@ class _Recorder:
     """Records consecutive passes as a trace."""
 
     def __init__(self, state_bytes: int, marks_all: bool) -> None:
+        self.extra_bytes = 0
+        """See :attr:`ScheduledPass.extra_bytes`, of the coming pass."""
         self._live_bytes = state_bytes
         self._marks_all = marks_all
         self._steps: list[Step] = []
@@ -378,14 +383,15 @@ class _Recorder:
         live_bytes = self._live_bytes
         self._steps.append(Step(kind, key, name))
         self._step_ms.append(self._early_ms + work.ms)
-        self._peaks.append(max(live_bytes + work.peak_bytes, self._early_peak_bytes))
+        peak_bytes = live_bytes + work.peak_bytes + self.extra_bytes
+        self._peaks.append(max(peak_bytes, self._early_peak_bytes))
         self._allocated.append(live_bytes)
         self._live_bytes = live_bytes + work.net_bytes
         self._early_ms = self._early_peak_bytes = 0
 
     def _work(self, work: Work) -> None:
         """Record work that follows the latest mark's."""
-        peak = self._live_bytes + work.peak_bytes
+        peak = self._live_bytes + work.peak_bytes + self.extra_bytes
         if self._peaks:
             self._peaks[-1] = max(self._peaks[-1], peak)
         else:
