@@ -343,7 +343,7 @@ def patches_page() -> str:
         "Slipstream replaces these functions of other packages in the running process; their files "
         "do not change. All targets are looked up before the first is replaced: one that a release "
         "has moved, or whose parameters differ, is an error that names it. `uninstall()` undoes "
-        "the patches of `install()`. `slipstream doctor` checks the targets; `--json` lists them.",
+        "the patches of `install()`. `slipstream doctor` checks the targets.",
     ]
     for feature, patches in patch_table.TABLE.items():
         lines += ["", f"## {feature.value}", ""]

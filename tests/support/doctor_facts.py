@@ -6,19 +6,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.slipstream import preflight
-from megatron.slipstream.doctor.facts import (
-    Facts,
-    Gpu,
-    Host,
-    Link,
-    Native,
-    PatchTarget,
-    Ranks,
-    Torch,
-)
+from megatron.slipstream.doctor.facts import Facts, Gpu
 from megatron.slipstream.plan.trace import Bandwidth
 
 GIB = 1 << 30
@@ -47,28 +39,15 @@ def write(root: Path, files: dict[str, object]) -> Path:
 
 def gpu(number: int, node: int) -> Gpu:
     """A GPU of the kind used in benchmarks/, on a machine with two nodes."""
-    return Gpu(
-        number,
-        "NVIDIA H200",
-        memory_bytes=140 * GIB,
-        pci_address=f"0000:{number + 16:02x}:00.0",
-        node=node,
-        link=Link(5, 5, 16, 16),
-        bandwidth=Bandwidth(55.4, 55.6, 50.8, 50.8),
-    )
+    return Gpu(number, "NVIDIA H200", 140 * GIB, node, Bandwidth(55.4, 55.6, 50.8, 50.8))
 
 
 HEALTHY = Facts(
     process=PROCESS,
-    environment={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "LOCAL_WORLD_SIZE": "2"},
-    ranks=Ranks(2, "LOCAL_WORLD_SIZE"),
-    host=Host(
-        total_bytes=1024 * GIB, groups=(), memlock_bytes=None, shm_bytes=512 * GIB, has_rdma=True
-    ),
-    torch=Torch(cuda="13.0", hip=None, sees_gpus=True),
+    environment={"LOCAL_WORLD_SIZE": "2", "TORCH_EXTENSIONS_DIR": "/not/there"},
+    torch_cuda="13.0",
     driver="580.65.06",
-    native=Native(is_compiled=True),
-    patches=(PatchTarget("megatron.core.f", ("`install()`",)),),
+    patches={"megatron.core.f": None},
     gpus=(gpu(0, 0), gpu(1, 1)),
     cpus_of_node={0: frozenset(range(8)), 1: frozenset(range(8, 16))},
     cpus=frozenset(range(16)),
@@ -86,11 +65,19 @@ def environment(machine: Facts = HEALTHY, **variables: str) -> Facts:
     return replace(machine, environment={**machine.environment, **variables})
 
 
-def host(**changes: Any) -> Facts:
-    """The healthy machine with another host memory."""
-    return replace(HEALTHY, host=HEALTHY.host._replace(**changes))
-
-
 def first_gpu(**changes: Any) -> Facts:
     """The healthy machine with another first GPU."""
     return replace(HEALTHY, gpus=(gpu(0, 0)._replace(**changes), HEALTHY.gpus[1]))
+
+
+def training(machine: Facts = HEALTHY, **options: Any) -> Facts:
+    """A machine with the flags of a training that offloads and has these options too."""
+    from megatron.slipstream.integration.entry.dry_run import Checked
+
+    args = {
+        "fine_grained_activation_offloading": True,
+        "cuda_graph_impl": "none",
+        "cuda_graph_granularity": "layer",
+        "offload_host_memory_limit_bytes": None,
+    }
+    return replace(machine, command=Checked(SimpleNamespace(**args | options), 2))

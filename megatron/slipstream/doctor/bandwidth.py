@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
 
 import torch
 
@@ -24,7 +23,7 @@ NUM_ROUNDS = 20
 """
 
 
-def measure(gpu: Gpu, cpus: frozenset[int], progress: Callable[[str], None]) -> Gpu:
+def measure(gpu: Gpu, cpus: frozenset[int]) -> Gpu:
     """Measure a GPU's bandwidth; return the GPU with the bandwidth or the error.
 
     Host memory is allocated on the node where the process runs, so the process moves to the GPU's
@@ -33,9 +32,7 @@ def measure(gpu: Gpu, cpus: frozenset[int], progress: Callable[[str], None]) -> 
     Args:
         gpu: The GPU, without bandwidth.
         cpus: CPUs of the GPU's node on which the process may run; if empty, it is not moved.
-        progress: Called with a description of the measurement.
     """
-    progress(f"copies of GPU {gpu.number}")
     before = os.sched_getaffinity(0)
     if cpus:
         os.sched_setaffinity(0, cpus)
@@ -50,7 +47,7 @@ def measure(gpu: Gpu, cpus: frozenset[int], progress: Callable[[str], None]) -> 
 
 
 def measure_bandwidth(backend: Backend) -> Bandwidth:
-    """Return the best rates of several rounds on the current device.
+    """Return the best of each of the four rates, over several rounds on the current device.
 
     Raises:
         RuntimeError: Memory runs out (or ``MemoryError``), or the backend cannot time copies.
@@ -66,19 +63,10 @@ def measure_bandwidth(backend: Backend) -> Bandwidth:
             link_bandwidth.measure_bandwidth(backend, streams, memory, buffer)
             for _ in range(NUM_ROUNDS)
         ]
-        return best(found for found in rounds if found is not None)
     finally:
         streams.finish()
         backend.free_host(host)
-
-
-def best(rounds: Iterable[Bandwidth]) -> Bandwidth:
-    """Return the highest of each of the four rates.
-
-    Raises:
-        RuntimeError: There are no rounds.
-    """
-    columns = list(zip(*rounds, strict=True))
-    if not columns:
+    rates = list(zip(*(found for found in rounds if found is not None), strict=True))
+    if not rates:
         raise RuntimeError("copies are too fast to be timed")
-    return Bandwidth(*map(max, columns))
+    return Bandwidth(*map(max, rates))

@@ -1,58 +1,489 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""All checks, and their results."""
+"""All checks: what each finds in the facts of the machine, and the failure that it prevents."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple, Optional
 
-from megatron.slipstream.doctor import command, gpus, memory, variables, versions
-from megatron.slipstream.doctor.check import Topic
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from megatron.slipstream import preflight
 from megatron.slipstream.doctor.facts import Facts
+from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.preflight import HOST_MEMORY_SHARE, host_memory_share_bytes
 from megatron.slipstream.rules import Finding, Severity
-
-TOPICS: tuple[Topic, ...] = (
-    versions.TOPIC,
-    variables.TOPIC,
-    gpus.TOPIC,
-    memory.TOPIC,
-    command.TOPIC,
-)
 
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
 """Severities in ascending order."""
 
 
+class Findings(list[Finding]):
+    """The findings of one check. Each has a name that is stable when its wording changes."""
+
+    def error(self, name: str, message: str, cure: str) -> None:
+        """Add what makes training fail, or compute something wrong."""
+        self.append(Finding("error", message, cure, name))
+
+    def warning(self, name: str, message: str, cure: str) -> None:
+        """Add what makes training slow, or fail later."""
+        self.append(Finding("warning", message, cure, name))
+
+    def unknown(self, why: str) -> str:
+        """Add that the check was not possible, and return its value."""
+        self.append(Finding("note", f"not checked: {why}", "", "not-looked-at"))
+        return "unknown"
+
+
+Look = Callable[[Facts, Findings], str]
+"""Adds findings, and returns what to show next to the check's label: one line per item."""
+
+
+class Check(NamedTuple):
+    """One check of the machine."""
+
+    topic: str
+    label: str
+    prevents: str
+    """The training failure that it predicts; shown on the doctor's page."""
+    look: Look
+
+
 class Row(NamedTuple):
-    """The result of one check."""
+    """A check's result."""
 
     topic: str
     label: str
     value: str
-    findings: tuple[Finding, ...]
+    findings: Findings
 
     @property
     def severity(self) -> Severity:
-        """The severity of the worst finding."""
-        return worst(self.findings)
+        """The severity of the worst finding; 'ok' if there are none."""
+        return max((f.severity for f in self.findings), key=SEVERITIES.index, default="ok")
+
+
+CHECKS: list[Check] = []
+"""In the order of the functions below."""
+
+
+def _check(topic: str, label: str, prevents: str) -> Callable[[Look], Look]:
+    def add(look: Look) -> Look:
+        CHECKS.append(Check(topic, label, prevents, look))
+        return look
+
+    return add
 
 
 def examine(facts: Facts) -> list[Row]:
     """Run every check."""
-    return [
-        Row(topic.title, check.label, *check.look(facts))
-        for topic in TOPICS
-        for check in topic.checks
-    ]
+    rows = []
+    for check in CHECKS:
+        findings = Findings()
+        rows.append(Row(check.topic, check.label, check.look(facts, findings), findings))
+    return rows
 
 
-def findings_of(rows: list[Row]) -> Iterator[Finding]:
-    """Yield the findings of all rows."""
-    for row in rows:
-        yield from row.findings
+# Versions
+
+PACKAGES = {
+    "torch": (">=2.8", "pip install 'torch>=2.8'"),
+    "megatron-core": (">=0.18.2,<0.20", "pip install 'megatron-core>=0.18.2,<0.20'"),
+    "Transformer Engine": (">=2.14", "pip install 'transformer-engine[pytorch]>=2.14'"),
+}
+"""The supported versions of a package, as in pyproject.toml, and how to install one."""
+
+MAX_BUILD_S = 600.0
+"""Longer than any extension of megatron-core or Transformer Engine takes to compile on first use.
+"""
 
 
-def worst(findings: tuple[Finding, ...]) -> Severity:
-    """Return the severity of the worst finding; 'ok' if there are none."""
-    return max((f.severity for f in findings), key=SEVERITIES.index, default="ok")
+def _version(name: str, found: Optional[str], findings: Findings) -> str:
+    supported, cure = PACKAGES[name]
+    if found is None:
+        findings.error("not-installed", f"{name} is not installed, but training needs it", cure)
+        return "not installed"
+    try:
+        # Containers ship builds of unreleased versions: 2.11.0a0+abc counts as 2.11.0.
+        is_supported = SpecifierSet(supported).contains(Version(found).base_version)
+    except InvalidVersion:  # a private build
+        is_supported = True
+    if not is_supported:
+        message = f"{name} {found} is not supported because Slipstream needs {supported}"
+        findings.error("version-not-supported", message, cure)
+    return found
+
+
+@_check("Versions", "torch", "training does not start")
+def _torch(facts: Facts, findings: Findings) -> str:
+    if facts.torch_error is None:
+        return _version("torch", facts.process.torch, findings)
+    findings.error(
+        "torch-does-not-import",
+        f"torch is installed but does not import ({facts.torch_error})",
+        "reinstall it, or repair the libraries that the message names",
+    )
+    return str(facts.process.torch)
+
+
+@_check("Versions", "megatron-core", "an import or a patch of megatron-core fails")
+def _megatron(facts: Facts, findings: Findings) -> str:
+    return _version("megatron-core", facts.process.megatron_core, findings)
+
+
+@_check(
+    "Versions",
+    "Transformer Engine",
+    "megatron-core does not import, or offloads nothing on a GPU",
+)
+def _transformer_engine(facts: Facts, findings: Findings) -> str:
+    found = facts.process.transformer_engine
+    if found is not None:
+        findings += preflight.check_transformer_engine(facts.process)
+        return _version("Transformer Engine", found, findings)
+    if facts.gpus:
+        findings.warning(
+            "transformer-engine-missing",
+            "Transformer Engine is not installed, but on a GPU megatron-core offloads only its "
+            "layers",
+            'pip install --no-build-isolation "transformer-engine[pytorch]>=2.14"',
+        )
+    return "not installed"
+
+
+@_check(
+    "Versions", "Compiled extensions", "training waits indefinitely for the lock of a killed build"
+)
+def _extensions(facts: Facts, findings: Findings) -> str:
+    # Unlike Path.home(), this is no error for a user without a home directory.
+    caches = facts.environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(facts.environment.get("TORCH_EXTENSIONS_DIR") or f"{caches}/torch_extensions")
+    locks = sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")])
+    for path in locks:
+        with contextlib.suppress(OSError):  # It may have just been removed.
+            age_s = time.time() - path.stat().st_mtime
+            if age_s > MAX_BUILD_S:
+                findings.warning(
+                    "stale-build-lock",
+                    f"{path} is {age_s / 60:.0f} minutes old, so the process that compiled was "
+                    "probably killed; processes that need the extension (megatron-core's "
+                    "recomputation needs one) wait for the lock indefinitely",
+                    "delete the file if no process is compiling",
+                )
+    return f"{len(locks) or 'none is'} being compiled"
+
+
+@_check("Versions", "Engine in C++", "each group takes the host several times as long")
+def _native(facts: Facts, findings: Findings) -> str:
+    if not facts.has_torch:
+        return findings.unknown("torch has to work first")
+    from megatron.slipstream.fine_grained_activation_offload.native import build
+
+    problem = build.problem()
+    if problem is None:
+        return "compiled" if build.is_compiled() else "compiled at the first use"
+    findings.warning(
+        "cpp-not-usable",
+        f"offload_native='auto' is not possible here because {problem.cause}; the engine then "
+        "takes the host several times as long for each group",
+        problem.cure,
+    )
+    return "not compiled"
+
+
+@_check("Versions", "Run-time patches", "`install()` ends with an error")
+def _patches(facts: Facts, findings: Findings) -> str:
+    if not facts.has_megatron:
+        return findings.unknown("torch and megatron-core must be importable")
+    moved = [problem for problem in facts.patches.values() if problem is not None]
+    for problem in moved:
+        message, _, cure = problem.rpartition("; ")
+        findings.error("patch-target-moved", message, cure)
+    count = len(facts.patches)
+    return f"{count - len(moved)} of {count} targets as expected"
+
+
+# Environment variables
+
+ALLOCATORS = {
+    "PYTORCH_CUDA_ALLOC_CONF": "",
+    "PYTORCH_ALLOC_CONF": " (megatron-core reads only PYTORCH_CUDA_ALLOC_CONF, so it does not "
+    "refuse the run)",
+}
+DEBUGGING = {
+    "CUDA_LAUNCH_BLOCKING": "makes every launch synchronous, so no copy overlaps with compute",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "returns every block to the driver, which waits for the GPU",
+}
+"""Debugging variables, and why they slow down training."""
+
+
+def _shown(variables: dict[str, Optional[str]]) -> str:
+    return "\n".join(f"{n}={v}" for n, v in variables.items() if v is not None) or "not set"
+
+
+@_check(
+    "Environment variables",
+    preflight.TE_SWITCH,
+    "Transformer Engine offloads weights as well; training refuses to start",
+)
+def _switch(facts: Facts, findings: Findings) -> str:
+    process = facts.process
+    if process.transformer_engine is None:
+        return "no Transformer Engine"
+    if process.te_import_error is not None:
+        return findings.unknown("Transformer Engine does not import")
+    is_set = process.te_offload_v1_environment is not None
+    for found in preflight.check_switch(process):
+        severity: Severity = "error" if is_set and facts.offloads else "warning"
+        cure = "" if is_set else ", as ./run train (pretrain_gpt.py) does automatically"
+        findings.append(found._replace(severity=severity, cure=found.cure + cure))
+    return {None: "no such switch", True: "1", False: "0"}[process.te_offload_v1]
+
+
+@_check(
+    "Environment variables",
+    "NCCL in CUDA graphs",
+    "illegal memory accesses, or a deadlock, in captured collectives",
+)
+def _nccl(facts: Facts, findings: Findings) -> str:
+    names = (*ALLOCATORS, "NCCL_GRAPH_REGISTER", "NCCL_GRAPH_MIXING_SUPPORT")
+    found = {name: facts.environment.get(name) for name in names}
+    for name, unnoticed in ALLOCATORS.items():
+        settings = (found[name] or "").lower().replace(" ", "").split(",")
+        if "expandable_segments:true" not in settings:
+            del found[name]
+        elif found["NCCL_GRAPH_REGISTER"] != "0" and facts.graphs != "none":
+            (findings.error if facts.graphs else findings.warning)(
+                "expandable-segments-in-graphs",
+                f"{name}={found[name]} is not supported with CUDA graphs unless "
+                "NCCL_GRAPH_REGISTER=0, because NCCL registers the buffers of captured operations, "
+                f"which with such memory leads to illegal accesses{unnoticed}",
+                "set NCCL_GRAPH_REGISTER=0, or leave expandable_segments out",
+            )
+    if found["NCCL_GRAPH_MIXING_SUPPORT"] == "0" and facts.graphs != "none":
+        findings.warning(
+            "no-graph-mixing",
+            "NCCL_GRAPH_MIXING_SUPPORT=0 lets NCCL assume that no other operation runs "
+            "concurrently with a graph; graphs of single layers run concurrently with others, and "
+            "may deadlock",
+            "unset NCCL_GRAPH_MIXING_SUPPORT",
+        )
+    return _shown(found)
+
+
+@_check("Environment variables", "Debugging switches", "copies do not overlap with compute")
+def _debugging(facts: Facts, findings: Findings) -> str:
+    found = {name: facts.environment.get(name) for name in DEBUGGING}
+    for name, value in found.items():
+        if value not in (None, "", "0"):
+            message = f"{name}={value} {DEBUGGING[name]}"
+            findings.warning("debugging-variable", message, f"unset {name}")
+    return _shown(found)
+
+
+# GPUs
+
+SLOW_GB_PER_S = 20.0
+"""Copies of pinned memory reach 25 GB/s with PCIe 4 and 55 with PCIe 5, both with 16 lanes."""
+FAR_BELOW_OTHERS = 0.7
+"""Fraction of the rate of the host's fastest GPU."""
+
+
+@_check("GPUs", "GPUs", "training runs on the CPU")
+def _gpus(facts: Facts, findings: Findings) -> str:
+    if not facts.gpus and facts.driver is None:
+        message = "this machine has no GPU: training runs on the CPU, for tests only, with "
+        message += "simulated device memory"
+        findings.append(
+            Finding("note", message, "run the doctor on a machine that trains", "no-gpu")
+        )
+        return "none"
+    # If torch is missing, its own check reports it.
+    if facts.has_torch and not facts.gpus:
+        visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
+        why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+        cure = "unset CUDA_VISIBLE_DEVICES, or give the container its GPUs (--gpus all); check "
+        cure += f"with nvidia-smi that the driver supports CUDA {facts.torch_cuda}"
+        if facts.torch_cuda is None:
+            why = ", since it was built without CUDA"
+            cure = "install torch with CUDA from the index that https://pytorch.org names"
+        message = f"an NVIDIA GPU or its driver is present, but torch sees no GPU{why}"
+        findings.error("gpu-not-seen", message, cure)
+    gpus = [f"GPU {gpu.number}: {gpu.name}, {format_bytes(gpu.memory_bytes)}" for gpu in facts.gpus]
+    return "\n".join([*gpus, f"driver {facts.driver or 'unknown'}"])
+
+
+@_check("GPUs", "Copies", "compute waits for copies")
+def _copies(facts: Facts, findings: Findings) -> str:
+    if not facts.gpus:
+        return "no GPU"
+    if not facts.measures:
+        return findings.unknown("--no-bandwidth was given")
+    lines = []
+    measured = [gpu.bandwidth for gpu in facts.gpus if gpu.bandwidth is not None]
+    fastest = [max(rates, default=0.0) for rates in zip(*measured, strict=True)]
+    for gpu in facts.gpus:
+        rates = gpu.bandwidth
+        if rates is None:
+            lines.append(f"GPU {gpu.number}: not measured")
+            findings.warning(
+                "bandwidth-not-measured",
+                f"GPU {gpu.number}: copies could not be measured: {gpu.bandwidth_error}",
+                "check whether another process uses the GPU's memory, and whether pinned memory is "
+                "available",
+            )
+            continue
+        lines.append(
+            f"GPU {gpu.number}: D2H {rates.d2h_gb_per_s:.1f}, H2D {rates.h2d_gb_per_s:.1f} GB/s; "
+            f"both {rates.d2h_both_gb_per_s:.1f} and {rates.h2d_both_gb_per_s:.1f} GB/s"
+        )
+        for direction, rate, best in zip(("out", "back"), rates, fastest, strict=False):
+            if rate < max(SLOW_GB_PER_S, FAR_BELOW_OTHERS * best):
+                findings.warning(
+                    "slow-copies",
+                    f"GPU {gpu.number}: copies {direction} reach {rate:.1f} GB/s; 16 lanes reach "
+                    f"25 (PCIe 4) or 55 (PCIe 5), and the fastest GPU here {best:.1f}",
+                    "look at the link with nvidia-smi -q: with fewer lanes or a lower generation "
+                    "than the card has, reseat it or change the slot's firmware settings; "
+                    "otherwise check for other users of the link, and that the process runs on "
+                    "the GPU's NUMA node",
+                )
+    return "\n".join(lines)
+
+
+@_check("GPUs", "CPU affinity", "copies cross the link between sockets")
+def _affinity(facts: Facts, findings: Findings) -> str:
+    rank = facts.environment.get("LOCAL_RANK", "")
+    is_rank = rank.isdigit() and int(rank) < len(facts.gpus)
+    cpus = format_numbers(facts.cpus)
+    for gpu in [facts.gpus[int(rank)]] if is_rank else facts.gpus:
+        if gpu.node is not None and not facts.cpus_of_node[gpu.node] & facts.cpus:
+            findings.warning(
+                "bound-to-another-node",
+                f"GPU {gpu.number} is on NUMA node {gpu.node}, but this process may run only on "
+                f"CPUs {cpus} of other nodes: copies cross the link between the sockets",
+                "start the training with torchrun --numa-binding=node, or the rank with numactl "
+                f"--cpunodebind={gpu.node} --membind={gpu.node}",
+            )
+    machine = frozenset().union(*facts.cpus_of_node.values())
+    return f"{'all' if machine <= facts.cpus else 'bound to'} CPUs {cpus}"
+
+
+def format_numbers(numbers: Iterable[int]) -> str:
+    """Format numbers as the kernel lists them, such as '0-3,8'."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+@_check(
+    "GPUs",
+    "Affinity tools",
+    "megatron-core's training loop raises an error if activations are offloaded",
+)
+def _tools(facts: Facts, findings: Findings) -> str:
+    if facts.process.affinity_tools:
+        return "cuda-python and pynvml"
+    if facts.gpus:
+        findings.warning(
+            "affinity-tools-missing",
+            "cuda-python or pynvml is missing: megatron-core's training loop, which needs them to "
+            "bind each process to the NUMA node of its GPU, raises an error (./run train continues "
+            "unbound)",
+            "pip install cuda-python nvidia-ml-py",
+        )
+    return "not both installed"
+
+
+# Host memory
+
+LITTLE_BYTES = 4 << 30
+"""A GPU rank's share below which only a few layers of a large model could be offloaded."""
+LAUNCHERS = ("SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+"""Variables of launchers for the number of processes on this host."""
+
+
+def ranks_per_host(facts: Facts) -> tuple[int, str]:
+    """Return the number of processes on this host, and where it comes from."""
+    if facts.ranks_per_host is not None:
+        return facts.ranks_per_host, "--ranks-per-host"
+    if facts.words.ranks_per_host is not None:
+        return facts.words.ranks_per_host, "--nproc-per-node of the command"
+    for name in ("LOCAL_WORLD_SIZE", *LAUNCHERS):
+        if facts.environment.get(name, "").isdigit():
+            return max(1, int(facts.environment[name])), name
+    if facts.gpus:
+        return len(facts.gpus), "one for each GPU; --ranks-per-host N changes it"
+    return 1, "--ranks-per-host N changes it"
+
+
+@_check("Host memory", "Ranks per host", "ranks pin more than the host has, and the job is killed")
+def _ranks(facts: Facts, findings: Findings) -> str:
+    for name in LAUNCHERS:
+        number = facts.environment.get(name, "1")
+        if number != "1" and "LOCAL_WORLD_SIZE" not in facts.environment:
+            findings.warning(
+                "local-world-size-not-set",
+                f"{name}={number}, but LOCAL_WORLD_SIZE is not set: each rank assumes that it is "
+                "the only one of the host, and may pin all available memory",
+                f"start with torchrun, or export LOCAL_WORLD_SIZE={number}",
+            )
+    return "{} ({})".format(*ranks_per_host(facts))
+
+
+@_check("Host memory", "May be pinned", "activations stay on the GPU, or the job is killed")
+def _share(facts: Facts, findings: Findings) -> str:
+    available, (ranks, _) = facts.process.available_memory_bytes, ranks_per_host(facts)
+    if available is None:
+        return findings.unknown("neither /proc/meminfo nor a control group reports any")
+    share = host_memory_share_bytes(available, ranks)
+    if facts.gpus and share < LITTLE_BYTES:
+        findings.warning(
+            "little-host-memory",
+            f"each of {ranks} ranks may pin {format_bytes(share)} of host memory; activations "
+            "beyond it stay on the GPU",
+            "give the job more host memory (a container's limit counts), or offload fewer modules",
+        )
+    limit = facts.args and facts.args.offload_host_memory_limit_bytes
+    if limit and limit * ranks > available:
+        findings.warning(
+            "host-memory-limit-too-high",
+            f"offload_host_memory_limit_bytes={limit} lets {ranks} ranks pin "
+            f"{format_bytes(limit * ranks)}, but only {format_bytes(available)} are available: the "
+            "system may kill the job",
+            f"set offload_host_memory_limit_bytes to {share} or less, or leave it out",
+        )
+    of = f"{HOST_MEMORY_SHARE:.0%} of {format_bytes(available)}"
+    return f"{format_bytes(share)} for each of {ranks} ({of})"
+
+
+# The training
+
+
+@_check(
+    "Training command",
+    "Flags",
+    "training stops at the first wrong flag; the doctor finds all at once",
+)
+def _flags(facts: Facts, findings: Findings) -> str:
+    command = facts.command
+    if command is None and facts.words.flags:
+        return findings.unknown("torch and megatron-core must be importable")
+    if command is None:
+        return "none given (slipstream doctor -- FLAGS checks those of a training)"
+    findings += command.findings
+    if facts.offloads and facts.graphs == "transformer_engine":
+        findings += preflight.check_graphs(facts.process)
+    offloads = "with offloading" if facts.offloads else "without offloading"
+    plural = "es" if command.num_processes > 1 else ""
+    return f"a training {offloads}, on {command.num_processes} process{plural}"

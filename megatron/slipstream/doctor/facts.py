@@ -1,139 +1,220 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Facts about the machine. Checks read nothing else, so tests can construct their input."""
+"""Facts about the machine that checks share, so that tests can construct them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+import contextlib
+import importlib
+import io
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from megatron.slipstream import preflight
+from megatron.slipstream.estimate.training_command import Words, split_command
 from megatron.slipstream.plan.trace import Bandwidth
-from megatron.slipstream.rules import Finding
+from megatron.slipstream.preflight import read_lines
 
-
-class Torch(NamedTuple):
-    """Facts about torch."""
-
-    cuda: Optional[str]
-    """Version of the CUDA runtime of the build; None without CUDA."""
-    hip: Optional[str]
-    sees_gpus: bool
-
-
-class Link(NamedTuple):
-    """A GPU's PCI Express link. An idle GPU may lower its generation."""
-
-    generation: int
-    max_generation: int
-    width: int
-    """Lanes."""
-    max_width: int
+if TYPE_CHECKING:
+    from megatron.slipstream.integration.entry.dry_run import Checked
 
 
 class Gpu(NamedTuple):
-    """A GPU, numbered by torch, or by nvidia-smi if torch sees none."""
+    """A GPU, numbered by torch."""
 
     number: int
     name: str
-    memory_bytes: Optional[int] = None
-    pci_address: Optional[str] = None
-    """PCI address in sysfs format."""
+    memory_bytes: int
     node: Optional[int] = None
     """Its NUMA node."""
-    link: Optional[Link] = None
     bandwidth: Optional[Bandwidth] = None
     bandwidth_error: Optional[str] = None
     """The error if its measurement failed."""
 
 
-class Ranks(NamedTuple):
-    """The number of training processes on this host."""
-
-    number: int
-    source: str
-    """Where the number comes from."""
-
-
-class Host(NamedTuple):
-    """Host memory and its limits; None where unknown."""
-
-    total_bytes: Optional[int]
-    groups: tuple[preflight.ControlGroup, ...]
-    memlock_bytes: Optional[int]
-    """RLIMIT_MEMLOCK; None for no limit."""
-    shm_bytes: Optional[int]
-    """Size of /dev/shm."""
-    has_rdma: bool
-    """Whether there are RDMA adapters, such as InfiniBand."""
-
-
-class Command(NamedTuple):
-    """Facts about a training command's flags, and findings."""
-
-    findings: tuple[Finding, ...]
-    num_processes: int
-    """Number of processes for which the flags were checked."""
-    offloads: bool = False
-    graphs: str = "none"
-    """megatron-core's ``cuda_graph_impl``, or 'chunk' for graphs of whole chunks."""
-    has_experts: bool = False
-    is_deterministic: bool = False
-    host_memory_limit_bytes: Optional[int] = None
-    """``offload_host_memory_limit_bytes``."""
-
-
-class PatchTarget(NamedTuple):
-    """An attribute of another package that Slipstream replaces at run time."""
-
-    name: str
-    features: tuple[str, ...]
-    """Features that need the patch."""
-    problem: Optional[str] = None
-    """Why it cannot be replaced."""
-
-
-class BuildLock(NamedTuple):
-    """The lock file of a torch extension during its build; other processes wait for it."""
-
-    path: str
-    age_s: float
-
-
-class Native(NamedTuple):
-    """The C++ extension that does the work for each group."""
-
-    is_compiled: bool
-    problem: Optional[str] = None
-    """Why it cannot be compiled."""
-    cure: Optional[str] = None
-
-
 @dataclass(frozen=True)
 class Facts:
-    """The machine and this process. See :func:`~megatron.slipstream.doctor.collect.collect`."""
+    """The machine and this process."""
 
     process: preflight.Facts
     environment: Mapping[str, str]
-    """The environment variables that checks read, if set."""
-    ranks: Ranks
-    host: Host
-    torch: Optional[Torch] = None
+    ranks_per_host: Optional[int] = None
+    """As the user gives it."""
+    words: Words = Words(())
+    """A training command."""
+    measures: bool = True
+    """Whether copies are to be measured."""
+    torch_cuda: Optional[str] = None
+    """Version of the CUDA runtime that torch is built with."""
     torch_error: Optional[str] = None
     """The error if torch is installed but does not import."""
     driver: Optional[str] = None
     """Version of the NVIDIA driver."""
-    build_locks: tuple[BuildLock, ...] = ()
-    native: Optional[Native] = None
-    """The engine's C++ extension; None if torch does not import."""
-    patches: tuple[PatchTarget, ...] = ()
-    """Patches that the installed packages need; empty if the packages cannot be imported."""
     gpus: tuple[Gpu, ...] = ()
+    """Those that torch sees."""
     cpus_of_node: Mapping[int, frozenset[int]] = field(default_factory=dict)
     """The CPUs of each NUMA node that has any."""
     cpus: frozenset[int] = frozenset()
     """The CPUs that this process may run on."""
-    command: Optional[Command] = None
-    unseen: Mapping[str, str] = field(default_factory=dict)
-    """Why 'bandwidth' or 'command' was not checked."""
+    patches: Mapping[str, Optional[str]] = field(default_factory=dict)
+    """What Slipstream replaces in the installed packages, and why that is not possible."""
+    command: Optional[Checked] = None
+    """The flags of the training, with findings."""
+
+    @property
+    def has_torch(self) -> bool:
+        """Whether torch imports."""
+        return self.process.torch is not None and self.torch_error is None
+
+    @property
+    def has_megatron(self) -> bool:
+        """Whether megatron-core is likely to import."""
+        is_broken = self.process.te_import_error is not None
+        return self.has_torch and self.process.megatron_core is not None and not is_broken
+
+    @property
+    def args(self) -> Any:
+        """The training's arguments; None without, or if they cannot be parsed."""
+        return self.command and self.command.args
+
+    @property
+    def offloads(self) -> bool:
+        """Whether a training with offloading was given."""
+        return bool(self.args and self.args.fine_grained_activation_offloading)
+
+    @property
+    def graphs(self) -> Optional[str]:
+        """``cuda_graph_impl``, or 'chunk' for whole chunks; None if no training was given."""
+        if self.args is None:
+            return self.command and "none"
+        return "chunk" if self.args.cuda_graph_granularity == "chunk" else self.args.cuda_graph_impl
+
+
+def collect(
+    ranks_per_host: Optional[int] = None,
+    measures: bool = True,
+    words: Sequence[str] = (),
+    root: Path = Path("/"),
+) -> Facts:
+    """Collect the facts about the machine.
+
+    Args:
+        ranks_per_host: Number of processes on this host; None if the user does not give it.
+        measures: Whether to measure the bandwidth of copies.
+        words: Words of a training command, as ``split_command`` takes them.
+        root: Folder that contains /proc and /sys.
+    """
+    command = split_command(list(words))
+    environment = dict(os.environ)  # Before imports, which set variables.
+    process = preflight.collect()
+    torch, error = _torch()
+    nodes, cpus = cpus_of_nodes(root), frozenset(os.sched_getaffinity(0))
+    gpus = _gpus_of_torch(torch, root) if torch is not None and torch.cuda.is_available() else ()
+    if measures and gpus:
+        gpus = _measured(gpus, nodes, cpus)
+    facts = Facts(
+        process,
+        environment,
+        ranks_per_host,
+        command,
+        measures,
+        torch_cuda=torch and torch.version.cuda,
+        torch_error=error,
+        driver=driver_version(root),
+        gpus=gpus,
+        cpus_of_node=nodes,
+        cpus=cpus,
+    )
+    if not facts.has_megatron:
+        return facts
+    facts = replace(facts, patches=_patches())
+    # Last: without a GPU, parsing flags replaces parts of torch.
+    return replace(facts, command=_checked(command)) if command.flags else facts
+
+
+def _torch() -> tuple[Any, Optional[str]]:
+    """Return the module, and the error if it is installed but does not import."""
+    try:
+        return importlib.import_module("torch"), None
+    # A broken torch can fail in many ways; report any of them.
+    except Exception as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        return None, None if is_missing else f"{type(error).__name__}: {error}"
+
+
+def _patches() -> dict[str, Optional[str]]:
+    """Return the targets of all needed patches, with their problem. Imports megatron-core."""
+    from megatron.slipstream.patches import table
+
+    found: dict[str, Optional[str]] = {}
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
+        for patch, _ in table.rows():
+            try:
+                if patch.is_needed():
+                    patch.check()
+                    found[patch.target] = None
+            except RuntimeError as error:
+                found[patch.target] = str(error)
+    return found
+
+
+def _checked(words: Words) -> Checked:
+    from megatron.slipstream.integration.entry.dry_run import check_flags
+
+    num_processes = words.ranks_per_host and words.ranks_per_host * words.num_hosts
+    return check_flags(words.flags, num_processes)
+
+
+# GPUs and NUMA nodes
+
+
+def _gpus_of_torch(torch: Any, root: Path) -> tuple[Gpu, ...]:
+    gpus = []
+    for number in range(torch.cuda.device_count()):
+        of = torch.cuda.get_device_properties(number)
+        address = "unknown"
+        if hasattr(of, "pci_bus_id"):  # Not every torch has it.
+            address = f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
+        gpus.append(Gpu(number, of.name, of.total_memory, gpu_node(root, address)))
+    return tuple(gpus)
+
+
+def _measured(
+    gpus: Sequence[Gpu], nodes: Mapping[int, frozenset[int]], cpus: frozenset[int]
+) -> tuple[Gpu, ...]:
+    from megatron.slipstream.doctor.bandwidth import measure
+
+    beside = (cpus if gpu.node is None else cpus & nodes[gpu.node] for gpu in gpus)
+    return tuple(map(measure, gpus, beside))
+
+
+def driver_version(root: Path) -> Optional[str]:
+    """Return the version of the NVIDIA driver, if it is loaded."""
+    lines = read_lines(root / "proc/driver/nvidia/version")
+    found = re.search(r"\s(\d+\.[\d.]+)\s", lines[0]) if lines else None
+    return found and found[1]
+
+
+def gpu_node(root: Path, pci_address: str) -> Optional[int]:
+    """Return the NUMA node of a PCI device; None if the kernel does not report it."""
+    lines = read_lines(root / "sys/bus/pci/devices" / pci_address / "numa_node")
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def cpus_of_nodes(root: Path) -> dict[int, frozenset[int]]:
+    """Return the online CPUs of each NUMA node that has any."""
+    found = {}
+    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
+        cpus: set[int] = set()
+        for line in read_lines(folder / "cpulist")[:1]:  # such as '0-3,8'
+            for part in filter(None, line.strip().split(",")):
+                first, _, last = part.partition("-")
+                cpus.update(range(int(first), int(last or first) + 1))
+        if cpus:
+            found[int(folder.name.removeprefix("node"))] = frozenset(cpus)
+    return found

@@ -5,10 +5,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from megatron.slipstream import __version__
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megatron.slipstream.doctor.checks import Row
 
 _EPILOG = """\
 Examples:
@@ -49,7 +59,7 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help="write findings and facts as JSON to this file; '-' writes them in place of the table",
+        help="write the findings as JSON to this file; '-' writes them in place of the table",
     )
     parser.add_argument(
         "--no-bandwidth",
@@ -71,38 +81,100 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     """Examine the machine, show the findings, and return the exit status."""
     # Imported here to keep `slipstream --help` fast.
-    from megatron.slipstream.doctor.checks import examine, findings_of
-    from megatron.slipstream.doctor.collect import Request, collect
-    from megatron.slipstream.doctor.show import render, to_json
+    from megatron.slipstream.doctor.checks import examine
+    from megatron.slipstream.doctor.facts import collect
     from megatron.slipstream.estimate.file_errors import require_writable, writing
     from megatron.slipstream.plan.whole_files import write_whole
 
-    if options.ranks_per_host is not None and options.ranks_per_host < 1:
-        raise ValueError(
-            f"--ranks-per-host={options.ranks_per_host} must be positive; give 1 or more"
-        )
+    number = options.ranks_per_host
+    if number is not None and number < 1:
+        raise ValueError(f"--ranks-per-host={number} must be positive; give 1 or more")
     path = None if options.json in (None, "-") else Path(options.json)
     if path is not None:
         require_writable("--json", path)
-    request = Request(options.ranks_per_host, not options.no_bandwidth, options.words)
-    with _progress() as progress:
-        facts = collect(request, progress)
-    rows = examine(facts)
+    rows = examine(collect(number, not options.no_bandwidth, options.words))
     if options.json == "-":
-        sys.stdout.write(to_json(facts, rows))
+        sys.stdout.write(to_json(rows))
     else:
         render(rows, sys.stdout)
-        if path is not None:
-            with writing("--json", path):
-                write_whole(path, to_json(facts, rows).encode())
-    return int(any(finding.severity == "error" for finding in findings_of(rows)))
+    if path is not None:
+        with writing("--json", path):
+            write_whole(path, to_json(rows).encode())
+    return int(any(row.severity == "error" for row in rows))
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Show a bar on stderr that names the current step."""
-    from megatron.slipstream.plan.progress_bar import bar_on_stderr
+WIDTH = 100
+"""Maximum width in columns, and the width if the output is not a terminal."""
 
-    with bar_on_stderr() as progress:
-        task = progress.add_task("", total=None)
-        yield lambda what: progress.update(task, description=f"checking {what}")
+_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+def render(rows: list[Row], stream: IO[str]) -> None:
+    """Write a table of the rows, in colour only to a terminal, and the number of findings."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False)
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    with console.capture() as drawn:
+        for title, of_topic in groupby(rows, key=lambda row: row.topic):
+            console.print(Text(title, style="bold"))
+            console.print(_table(of_topic))
+            console.print()
+        console.print(Text(summary(rows)))
+    # rich pads cells with blanks.
+    stream.write("".join(line.rstrip() + "\n" for line in drawn.get().splitlines()))
+
+
+def _table(rows: Iterable[Row]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(width=max(map(len, _STYLES)))
+    table.add_column(width=21)
+    table.add_column(overflow="fold")
+    for row in rows:
+        mark = Text(row.severity, style=_STYLES[row.severity])
+        table.add_row(mark, Text(row.label), Text(row.value))
+        for finding in row.findings:
+            mark = Text(finding.severity, style=_STYLES[finding.severity])
+            is_one_of_several = len(row.findings) > 1
+            table.add_row(
+                mark if is_one_of_several else "", "", Text(finding.message, style="italic")
+            )
+            if finding.cure:
+                table.add_row("", "", Text(f"-> {finding.cure}"))
+    return table
+
+
+def summary(rows: list[Row]) -> str:
+    """Summarize the number of findings of each severity."""
+    numbers = Counter(finding.severity for row in rows for finding in row.findings)
+    counted = [
+        f"{numbers[severity]} {severity}{'s' if numbers[severity] > 1 else ''}"
+        for severity in ("error", "warning", "note")
+        if numbers[severity]
+    ]
+    return "Found: " + (", ".join(counted) or "nothing")
+
+
+def to_json(rows: list[Row]) -> str:
+    """Return what was seen and all findings as JSON."""
+    checks = [
+        {
+            "topic": row.topic,
+            "check": row.label,
+            "severity": row.severity,
+            "value": row.value,
+            "findings": [finding._asdict() for finding in row.findings],
+        }
+        for row in rows
+    ]
+    whole = {
+        "schema": "slipstream-doctor",
+        "version": 3,
+        "slipstream": __version__,
+        "checks": checks,
+    }
+    return json.dumps(whole, indent=1) + "\n"

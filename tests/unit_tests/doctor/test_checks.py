@@ -1,261 +1,220 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Each problem is found where it exists and nowhere else, with its cure."""
+"""Each check finds its problem, with a cure, and nothing on a machine that almost has it."""
 
 from __future__ import annotations
 
+import os
+import pwd
+import re
+import time
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from doctor_facts import GIB, HEALTHY, environment, facts, first_gpu, host
+from doctor_facts import GIB, HEALTHY, environment, facts, first_gpu, training
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-from megatron.slipstream import preflight
-from megatron.slipstream.doctor import command
-from megatron.slipstream.doctor.check import NOT_CHECKED
-from megatron.slipstream.doctor.checks import TOPICS, examine, findings_of, worst
-from megatron.slipstream.doctor.facts import (
-    BuildLock,
-    Command,
-    Facts,
-    Link,
-    Native,
-    PatchTarget,
-    Torch,
-)
+from megatron.slipstream.doctor import checks
+from megatron.slipstream.doctor.checks import CHECKS, PACKAGES, SEVERITIES, Row, examine
+from megatron.slipstream.doctor.facts import Facts
+from megatron.slipstream.estimate.training_command import Words
+from megatron.slipstream.fine_grained_activation_offload.native import build
+from megatron.slipstream.integration.entry.dry_run import Checked
+from megatron.slipstream.model_rules import STAYS
 from megatron.slipstream.plan.trace import Bandwidth
-from megatron.slipstream.preflight import ControlGroup
+from megatron.slipstream.preflight import TOO_OLD_FOR_GRAPHS
 from megatron.slipstream.rules import Finding
 
-NO_GPU = Torch("13.0", None, False)
-OFFLOADING = Command((), 2, offloads=True)
-DETERMINISTIC = OFFLOADING._replace(is_deterministic=True)
-IN_GRAPHS = Command((), 2, offloads=True, graphs="transformer_engine")
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "user-guide" / "doctor.md").read_text(encoding="utf-8")
+
+MOVED = {"megatron.core.gone": "megatron.core.gone does not exist; install a tested release"}
+LAYER_GRAPHS = {"cuda_graph_impl": "transformer_engine"}
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-
-
-MOVED = PatchTarget(
-    "megatron.core.gone",
-    ("`install()`",),
-    "megatron.core.gone does not exist; install one of the tested releases",
-)
+EXPANDS = environment(**EXPANDABLE)
+NO_TE = {"transformer_engine": None, "te_offload_v1": None}
+SWITCH_OFF = facts({"te_offload_v1": False, "te_offload_v1_environment": "0"})
+SWITCH_NOT_SET = facts({"te_offload_v1": False, "te_offload_v1_environment": None})
+ON_NODE_0 = frozenset(range(8))
+OLD_TORCH = facts({"torch": "2.8.1"})
 
 
 class Case(NamedTuple):
     """A machine with a problem, and machines that almost have it."""
 
+    name: str
     severity: str
     sick: Facts
     words: tuple[str, ...]
-    """Values in the message and the cure."""
+    """Of the message and the cure."""
     healthy: tuple[Facts, ...] = ()
 
 
-def with_command(machine: Facts, flags: Command) -> Facts:
-    return replace(machine, command=flags)
-
-
-CASES = {
+CASES = (
     # Versions
-    "not-installed": Case(
+    Case(
+        "not-installed",
         "error",
         facts({"megatron_core": None}),
         ("megatron-core is not installed", "pip install 'megatron-core>=0.18.2,<0.20'"),
     ),
-    "torch-does-not-import": Case(
+    Case(
+        "torch-does-not-import",
         "error",
-        replace(HEALTHY, torch=None, torch_error="OSError: libcudart.so.13"),
+        replace(HEALTHY, torch_error="OSError: libcudart.so.13"),
         ("libcudart.so.13", "repair"),
     ),
-    "version-not-supported": Case(
+    Case(
+        "version-not-supported",
         "error",
         facts({"torch": "2.7.1"}),
         ("torch 2.7.1 is not supported", ">=2.8", "pip install"),
-        # A container's build of an unreleased version.
-        (facts({"torch": "2.8.0a0+5228986c39.nv25.5"}),),
+        # A container's build of an unreleased version, and one of one's own.
+        (facts({"torch": "2.8.0a0+5228986c39.nv25.5"}), facts({"torch": "of-mine"})),
     ),
-    "torch-without-cuda": Case(
-        "error",
-        replace(HEALTHY, torch=Torch(None, None, False)),
-        ("built without CUDA", "install torch with CUDA"),
-        (replace(HEALTHY, torch=Torch(None, None, False), driver=None, gpus=()),),
-    ),
-    "patch-target-moved": Case(
-        "error",
-        facts(patches=(MOVED, *HEALTHY.patches)),
-        (MOVED.name, "install one of the tested releases"),
-    ),
-    "stale-build-lock": Case(
+    Case(
+        "transformer-engine-missing",
         "warning",
-        facts(build_locks=(BuildLock("/cache/torch_extensions/share_storage_ext/lock", 700.0),)),
-        ("share_storage_ext/lock is 12 minutes old", "delete"),
-        (facts(build_locks=(BuildLock("/cache/torch_extensions/share_storage_ext/lock", 30.0),)),),
-    ),
-    "cpp-not-usable": Case(
-        "warning",
-        facts(native=Native(False, "there is no C++ compiler", "install g++")),
-        ("offload_native='auto' is not possible here", "there is no C++ compiler", "install g++"),
-        (facts(native=Native(is_compiled=False)),),
-    ),
-    "driver-too-old": Case(
-        "error",
-        replace(HEALTHY, torch=NO_GPU, driver="570.86.10"),
-        ("driver 570.86.10", "CUDA 13.0", "580", "update the driver"),
-        (
-            # The compatibility package makes it work.
-            replace(HEALTHY, driver="570.86.10"),
-            replace(HEALTHY, torch=NO_GPU),
-            replace(HEALTHY, torch=Torch("12.8", None, False), driver="570.86.10"),
-        ),
-    ),
-    "transformer-engine-missing": Case(
-        "warning",
-        facts({"transformer_engine": None, "te_offload_v1": None}),
+        facts(NO_TE),
         ("Transformer Engine is not installed", "transformer-engine[pytorch]>=2.14"),
-        (facts({"transformer_engine": None, "te_offload_v1": None}, gpus=()),),
+        (facts(NO_TE, gpus=()),),
     ),
-    "transformer-engine-does-not-import": Case(
+    Case(
+        "transformer-engine-does-not-import",
         "error",
         facts({"te_import_error": "OSError: no lib", "te_offload_v1": None}),
         ("OSError: no lib", "complete the installation"),
     ),
-    "too-old-for-graphs": Case(
+    Case(
+        "patch-target-moved",
         "error",
-        with_command(facts({"torch": "2.8.1"}), IN_GRAPHS),
-        ("torch 2.8.1", "only from 2.9 on", "install torch 2.9 or newer"),
-        (with_command(facts({"torch": "2.9.0"}), IN_GRAPHS),),
+        facts(patches={**MOVED, **HEALTHY.patches}),
+        ("megatron.core.gone does not exist", "install a tested release"),
     ),
     # Environment variables
-    "offload-switch-off": Case(
+    Case(
+        "offload-switch-off",
         "error",
-        with_command(facts({"te_offload_v1": False, "te_offload_v1_environment": "0"}), OFFLOADING),
+        training(SWITCH_OFF),
         ("NVTE_CPU_OFFLOAD_V1=0", "set NVTE_CPU_OFFLOAD_V1=1"),
         # The value that Transformer Engine has read counts, not the current environment.
-        (
-            with_command(facts({"te_offload_v1_environment": "0"}), OFFLOADING),
-            with_command(facts({"te_offload_v1": None}), OFFLOADING),
-        ),
+        (training(facts({"te_offload_v1_environment": "0"})), facts({"te_offload_v1": None})),
     ),
-    "expandable-segments-in-graphs": Case(
+    Case("offload-switch-off", "warning", SWITCH_OFF, ("NVTE_CPU_OFFLOAD_V1=0",)),
+    Case("offload-switch-off", "warning", training(SWITCH_NOT_SET), ("as ./run train",)),
+    Case(
+        "offload-switch-off",
+        "warning",
+        training(SWITCH_OFF, fine_grained_activation_offloading=False),
+        ("NVTE_CPU_OFFLOAD_V1=0",),
+    ),
+    Case(
+        "expandable-segments-in-graphs",
         "error",
-        with_command(environment(**EXPANDABLE), IN_GRAPHS),
+        training(EXPANDS, **LAYER_GRAPHS),
         ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "set NCCL_GRAPH_REGISTER=0"),
         (
-            with_command(environment(**EXPANDABLE, NCCL_GRAPH_REGISTER="0"), IN_GRAPHS),
-            with_command(environment(**EXPANDABLE), OFFLOADING),
-            with_command(
-                environment(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False"), IN_GRAPHS
-            ),
+            training(environment(EXPANDS, NCCL_GRAPH_REGISTER="0"), **LAYER_GRAPHS),
+            training(EXPANDS),
+            replace(EXPANDS, command=Checked(None)),
+            environment(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False"),
         ),
     ),
-    "debugging-variable": Case(
+    Case(
+        "expandable-segments-in-graphs",
+        "error",
+        training(
+            environment(PYTORCH_ALLOC_CONF="max_split_size_mb:64, expandable_segments:true"),
+            cuda_graph_granularity="chunk",
+        ),
+        ("PYTORCH_ALLOC_CONF=max", "so it does not refuse the run"),
+    ),
+    Case("expandable-segments-in-graphs", "warning", EXPANDS, ("set NCCL_GRAPH_REGISTER=0",)),
+    Case(
+        "no-graph-mixing",
+        "warning",
+        training(environment(NCCL_GRAPH_MIXING_SUPPORT="0"), **LAYER_GRAPHS),
+        ("NCCL_GRAPH_MIXING_SUPPORT=0", "unset"),
+        (
+            training(environment(NCCL_GRAPH_MIXING_SUPPORT="1"), **LAYER_GRAPHS),
+            training(environment(NCCL_GRAPH_MIXING_SUPPORT="0")),
+        ),
+    ),
+    Case(
+        "debugging-variable",
         "warning",
         environment(CUDA_LAUNCH_BLOCKING="1"),
         ("CUDA_LAUNCH_BLOCKING=1", "no copy overlaps", "unset CUDA_LAUNCH_BLOCKING"),
         (environment(CUDA_LAUNCH_BLOCKING="0"), environment(CUDA_LAUNCH_BLOCKING="")),
     ),
-    "many-hardware-queues": Case(
-        "warning",
-        with_command(HEALTHY, OFFLOADING._replace(has_experts=True)),
-        ("copies beside experts", "set CUDA_DEVICE_MAX_CONNECTIONS=1"),
-        (
-            with_command(HEALTHY, OFFLOADING),
-            with_command(HEALTHY, OFFLOADING._replace(has_experts=True, offloads=False)),
-            with_command(
-                environment(CUDA_DEVICE_MAX_CONNECTIONS="8"), OFFLOADING._replace(graphs="chunk")
-            ),
-            with_command(facts(gpus=()), OFFLOADING._replace(graphs="chunk")),
-        ),
-    ),
-    "not-deterministic": Case(
-        "error",
-        with_command(environment(NVTE_ALLOW_NONDETERMINISTIC_ALGO="1"), DETERMINISTIC),
-        (
-            "deterministic_mode=True is not supported with NVTE_ALLOW_NONDETERMINISTIC_ALGO=1",
-            "set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
-        ),
-        (
-            with_command(HEALTHY, DETERMINISTIC),
-            with_command(environment(NVTE_ALLOW_NONDETERMINISTIC_ALGO="1"), OFFLOADING),
-            with_command(
-                facts({"transformer_engine": None, "te_offload_v1": None}, environment={}, gpus=()),
-                DETERMINISTIC,
-            ),
-        ),
-    ),
-    "no-graph-mixing": Case(
-        "warning",
-        with_command(environment(NCCL_GRAPH_MIXING_SUPPORT="0"), IN_GRAPHS),
-        ("NCCL_GRAPH_MIXING_SUPPORT=0", "unset"),
-        (
-            with_command(environment(NCCL_GRAPH_MIXING_SUPPORT="1"), IN_GRAPHS),
-            with_command(environment(NCCL_GRAPH_MIXING_SUPPORT="0"), OFFLOADING),
-        ),
-    ),
     # GPUs
-    "no-gpu": Case(
+    Case(
+        "no-gpu",
         "note",
-        replace(HEALTHY, torch=NO_GPU, driver=None, gpus=()),
+        replace(HEALTHY, driver=None, gpus=()),
         ("this machine has no GPU", "a machine that trains"),
-        (replace(HEALTHY, torch=NO_GPU, gpus=()),),
+        (replace(HEALTHY, gpus=()),),
     ),
-    "gpu-not-seen": Case(
+    Case(
+        "gpu-not-seen",
         "error",
-        replace(environment(CUDA_VISIBLE_DEVICES=""), torch=NO_GPU),
-        ("torch sees no GPU", "CUDA_VISIBLE_DEVICES=''", "unset CUDA_VISIBLE_DEVICES"),
+        replace(environment(CUDA_VISIBLE_DEVICES=""), gpus=()),
+        ("torch sees no GPU (CUDA_VISIBLE_DEVICES='')", "unset CUDA_VISIBLE_DEVICES", "CUDA 13.0"),
         # Then the problem is another one.
-        (replace(HEALTHY, torch=Torch(None, None, False)), replace(HEALTHY, torch=None)),
+        (facts({"torch": None}, gpus=()), replace(HEALTHY, gpus=(), torch_error="no lib")),
     ),
-    "slow-copies": Case(
+    Case(
+        "gpu-not-seen",
+        "error",
+        replace(HEALTHY, gpus=(), torch_cuda=None),
+        ("since it was built without CUDA", "install torch with CUDA"),
+    ),
+    Case(
+        "slow-copies",
         "warning",
-        first_gpu(bandwidth=Bandwidth(55.4, 20.0, 50.0, 20.0)),
-        ("copies back reach 20.0 GB/s, 32%", "NUMA"),
-        (
-            first_gpu(bandwidth=Bandwidth(45.0, 45.0, 40.0, 40.0)),
-            # The link is not PCIe.
-            first_gpu(link=None, bandwidth=Bandwidth(20.0, 20.0, 20.0, 20.0)),
-        ),
+        first_gpu(bandwidth=Bandwidth(55.4, 38.0, 50.0, 20.0)),
+        ("GPU 0: copies back reach 38.0 GB/s", "the fastest GPU here 55.6", "NUMA"),
+        (first_gpu(bandwidth=Bandwidth(40.0, 40.0, 10.0, 10.0)),),
     ),
-    "bandwidth-not-measured": Case(
+    Case(
+        "slow-copies",
+        "warning",
+        replace(HEALTHY, gpus=first_gpu(bandwidth=Bandwidth(12.0, 24.0, 9.0, 9.0)).gpus[:1]),
+        ("GPU 0: copies out reach 12.0 GB/s", "25 (PCIe 4)"),
+    ),
+    Case(
+        "bandwidth-not-measured",
         "warning",
         first_gpu(bandwidth=None, bandwidth_error="out of memory"),
         ("GPU 0", "out of memory", "another process"),
     ),
-    "bound-to-another-node": Case(
+    Case(
+        "bound-to-another-node",
         "warning",
-        replace(HEALTHY, cpus=frozenset(range(8))),
+        replace(HEALTHY, cpus=ON_NODE_0),
         ("GPU 1 is on NUMA node 1", "CPUs 0-7", "numactl --cpunodebind=1 --membind=1"),
         (
-            replace(HEALTHY, cpus=frozenset(range(8)), gpus=HEALTHY.gpus[:1]),
+            replace(HEALTHY, cpus=ON_NODE_0, gpus=HEALTHY.gpus[:1]),
             replace(HEALTHY, cpus=frozenset(range(9))),
             replace(first_gpu(node=None), cpus=frozenset(range(8, 16))),
             # Each rank is bound to its own GPU.
-            replace(environment(LOCAL_RANK="0"), cpus=frozenset(range(8))),
+            replace(environment(LOCAL_RANK="0"), cpus=ON_NODE_0),
         ),
     ),
-    "affinity-tools-missing": Case(
+    Case(
+        "affinity-tools-missing",
         "warning",
         facts({"affinity_tools": False}),
         ("cuda-python or pynvml is missing", "pip install cuda-python nvidia-ml-py"),
         (facts({"affinity_tools": False}, gpus=()),),
     ),
     # Host memory
-    "little-host-memory": Case(
-        "warning",
-        facts({"available_memory_bytes": 9 * GIB}),
-        ("each of 2 ranks may pin 3.6 GiB", "more host memory"),
-        (
-            facts({"available_memory_bytes": 11 * GIB}),
-            facts({"available_memory_bytes": 9 * GIB}, gpus=()),
-        ),
-    ),
-    "host-memory-limit-too-high": Case(
-        "warning",
-        with_command(HEALTHY, OFFLOADING._replace(host_memory_limit_bytes=501 * GIB)),
-        ("1002.0 GiB", "1000.0 GiB are available", f"to {400 * GIB} or less"),
-        (with_command(HEALTHY, OFFLOADING._replace(host_memory_limit_bytes=500 * GIB)),),
-    ),
-    "local-world-size-not-set": Case(
+    Case(
+        "local-world-size-not-set",
         "warning",
         replace(HEALTHY, environment={"SLURM_NTASKS_PER_NODE": "8"}),
         ("SLURM_NTASKS_PER_NODE=8", "export LOCAL_WORLD_SIZE=8"),
@@ -264,38 +223,55 @@ CASES = {
             replace(HEALTHY, environment={"SLURM_NTASKS_PER_NODE": "1"}),
         ),
     ),
-    "memlock-limit": Case(
+    Case(
+        "little-host-memory",
         "warning",
-        host(memlock_bytes=8 << 20),
-        ("RLIMIT_MEMLOCK is 8.0 MiB", "--ulimit memlock=-1"),
-        (host(memlock_bytes=8 << 20, has_rdma=False),),
+        facts({"available_memory_bytes": 9 * GIB}),
+        ("each of 2 ranks may pin 3.6 GiB", "more host memory"),
+        (
+            facts({"available_memory_bytes": 11 * GIB}),
+            facts({"available_memory_bytes": 9 * GIB}, gpus=()),
+        ),
     ),
-    "small-shm": Case(
+    Case(
+        "host-memory-limit-too-high",
         "warning",
-        host(shm_bytes=64 << 20),
-        ("/dev/shm has 64.0 MiB", "--shm-size"),
-        (host(shm_bytes=1 * GIB),),
+        training(offload_host_memory_limit_bytes=501 * GIB),
+        ("1002.0 GiB", "1000.0 GiB are available", f"to {400 * GIB} or less"),
+        (training(offload_host_memory_limit_bytes=500 * GIB),),
     ),
-}
-"""Cases by the problem's name."""
-
-OF_THE_COMMAND = {
-    command.REFUSED_BY_MEGATRON.name,
-    *(command.STAYS.name, command.NO_EFFECT.name, command.NO_EFFECT_ON_MEGATRON.name),
-    *(command.NO_FILES.name, command.NOTHING_TO_MOVE.name),
-    *(problem.name for problem in preflight.RULES if "data" in problem.name),
-    preflight.TOKEN_OUTSIDE_VOCABULARY.name,
-}
-"""Found when the flags are checked; see test_command.py and integration/test_doctor.py."""
+    # Flags
+    Case(
+        "too-old-for-graphs",
+        "error",
+        training(OLD_TORCH, **LAYER_GRAPHS),
+        ("torch 2.8.1", "only from 2.9 on", "install torch 2.9 or newer"),
+        (
+            training(facts({"torch": "2.9.0"}), **LAYER_GRAPHS),
+            training(OLD_TORCH),
+            training(OLD_TORCH, **LAYER_GRAPHS, fine_grained_activation_offloading=False),
+        ),
+    ),
+)
 
 
 def found(machine: Facts, name: str) -> list[Finding]:
-    return [finding for finding in findings_of(examine(machine)) if finding.rule == name]
+    return [finding for row in examine(machine) for finding in row.findings if finding.rule == name]
 
 
-def test_every_problem_has_a_case_here_or_is_about_flags() -> None:
-    declared = {p.name for topic in TOPICS for check in topic.checks for p in check.rules}
-    assert declared == CASES.keys() | OF_THE_COMMAND
+@pytest.fixture(autouse=True)
+def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "problem", lambda: None)
+    monkeypatch.setattr(build, "is_compiled", lambda: True)
+
+
+def test_every_problem_has_a_case() -> None:
+    source = Path(checks.__file__).read_text()
+    names = set(re.findall(r'findings\.(?:error|warning)\)?\(\s*"([\w-]+)"', source))
+    elsewhere = {"stale-build-lock", "cpp-not-usable"}
+    assert elsewhere < names
+    assert names - elsewhere <= {case.name for case in CASES}
+    assert len(names) > 15
 
 
 def test_nothing_is_found_on_a_healthy_machine() -> None:
@@ -303,77 +279,14 @@ def test_nothing_is_found_on_a_healthy_machine() -> None:
     assert {row.severity for row in examine(HEALTHY)} == {"ok"}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_problem_is_found_with_its_cure(name: str) -> None:
-    case = CASES[name]
-    (finding,) = found(case.sick, name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.severity}")
+def test_a_problem_is_found_with_its_cure_and_nothing_where_it_is_almost_there(case: Case) -> None:
+    (finding,) = found(case.sick, case.name)
     assert finding.severity == case.severity
-    for word in case.words:
-        assert word in finding.text
+    assert [word for word in case.words if word not in finding.text] == []
     assert finding.cure
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.healthy])
-def test_a_machine_that_all_but_has_a_problem_has_it_not(name: str) -> None:
-    for number, machine in enumerate(CASES[name].healthy):
-        assert found(machine, name) == [], number
-
-
-def test_a_check_finds_only_what_it_declares() -> None:
-    for machine in (HEALTHY, *(case.sick for case in CASES.values())):
-        for topic in TOPICS:
-            for check in topic.checks:
-                names = {problem.name for problem in (*check.rules, NOT_CHECKED)}
-                problems = {finding.rule for finding in check.look(machine).findings}
-                assert problems <= names, check.label
-
-
-# The severity depends on the training.
-
-
-@pytest.mark.parametrize(
-    "flags, value, severity",
-    [
-        (None, "0", "warning"),
-        (OFFLOADING, "0", "error"),
-        # pretrain_gpt.py sets unset variables.
-        (OFFLOADING, None, "warning"),
-        (Command((), 1), "0", "warning"),
-    ],
-)
-def test_the_switch_is_an_error_for_a_training_that_offloads_with_it(
-    flags: Command | None, value: str | None, severity: str
-) -> None:
-    machine = facts({"te_offload_v1": False, "te_offload_v1_environment": value}, command=flags)
-    (finding,) = found(machine, "offload-switch-off")
-    assert finding.severity == severity
-    assert ("pretrain_gpt.py" in finding.cure) == (value is None)
-
-
-@pytest.mark.parametrize("flags, severity", [(None, "warning"), (IN_GRAPHS, "error")])
-@pytest.mark.parametrize("name", ["expandable-segments-in-graphs", "too-old-for-graphs"])
-def test_what_graphs_do_not_allow_is_an_error_once_there_are_graphs(
-    flags: Command | None, severity: str, name: str
-) -> None:
-    machine = replace(CASES[name].sick, command=flags)
-    (finding,) = found(machine, name)
-    assert finding.severity == ("note" if (flags, name[:3]) == (None, "too") else severity)
-
-
-def test_expandable_segments_by_their_new_name_go_unnoticed_by_megatron() -> None:
-    machine = environment(PYTORCH_ALLOC_CONF="max_split_size_mb:64, expandable_segments:true")
-    (finding,) = found(with_command(machine, IN_GRAPHS), "expandable-segments-in-graphs")
-    assert "it does not refuse the run" in finding.message
-    (finding,) = found(CASES["expandable-segments-in-graphs"].sick, finding.rule)
-    assert "it does not refuse the run" not in finding.message
-
-
-@pytest.mark.parametrize("link", [Link(5, 5, 8, 16), Link(4, 5, 16, 16)])
-def test_a_link_that_runs_below_its_maximum_makes_copies_slow(link: Link) -> None:
-    machine = first_gpu(link=link, bandwidth=Bandwidth(27.0, 60.0, 25.0, 25.0))
-    (finding,) = found(machine, "slow-copies")
-    assert "copies out reach 27.0 GB/s, 43%" in finding.message
-    assert f"runs with generation {link.generation}, {link.width} lanes" in finding.message
+    for number, machine in enumerate(case.healthy):
+        assert found(machine, case.name) == [], number
 
 
 def test_each_debugging_variable_is_found() -> None:
@@ -381,71 +294,170 @@ def test_each_debugging_variable_is_found() -> None:
     assert len(found(machine, "debugging-variable")) == 2
 
 
-def test_every_check_names_the_failure_that_it_prevents() -> None:
-    checks = [check for topic in TOPICS for check in topic.checks]
-    assert [check.label for check in checks if not (check.prevents and check.rules)] == []
-    assert len({check.prevents for check in checks}) == len(checks)
+def test_all_that_is_wrong_with_flags_is_found() -> None:
+    wrong = Finding("error", "a=1 is not supported with b because c", "set a=2; or b", "a")
+    stays = STAYS.found(names="attn_norm, mlp_norm")
+    machine = training(OLD_TORCH, **LAYER_GRAPHS)
+    assert machine.command is not None
+    machine = replace(machine, command=machine.command._replace(findings=(wrong, stays)))
+    row = examine(machine)[-1]
+    assert row.findings[:2] == [wrong, stays]
+    assert [finding.rule for finding in row.findings[2:]] == [TOO_OLD_FOR_GRAPHS.name]
 
 
 def test_a_row_is_as_bad_as_its_worst_finding() -> None:
     note, error = (Finding(severity, "", "", "") for severity in ("note", "error"))
-    assert worst((note, error, note)) == "error"
-    assert worst(()) == "ok"
+    assert Row("", "", "", checks.Findings((note, error, note))).severity == "error"
 
 
-# A skipped check says why.
+# What reads the machine
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"])
+def test_locks_of_extensions_are_found_where_torch_puts_them(
+    variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    for name in ("XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    machine = facts(environment={variable: str(tmp_path)})
+    assert shown(machine, "Compiled extensions").value == "none is being compiled"
+    lock = Path(_get_build_directory("an_extension", False)) / "lock"
+    lock.touch()
+    row = shown(machine, "Compiled extensions")
+    assert (row.value, row.findings) == ("1 being compiled", [])
+    os.utime(lock, (0, time.time() - 700))
+    (finding,) = shown(machine, "Compiled extensions").findings
+    assert f"{lock} is 12 minutes old" in finding.message
+    assert finding.severity == "warning"
+    assert "delete" in finding.cure
+
+
+def test_a_user_without_a_home_has_no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME", raising=False)
+    row = shown(facts(environment={}), "Compiled extensions")
+    assert row.value == "none is being compiled"
+
+
+def test_the_engine_in_cpp_is_compiled_will_be_or_cannot_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert shown(HEALTHY, "Engine in C++").value == "compiled"
+    monkeypatch.setattr(build, "is_compiled", lambda: False)
+    assert shown(HEALTHY, "Engine in C++").value == "compiled at the first use"
+    problem = build.BuildError("there is no C++ compiler", "install g++")
+    monkeypatch.setattr(build, "problem", lambda: problem)
+    (finding,) = shown(HEALTHY, "Engine in C++").findings
+    assert finding.severity == "warning"
+    assert "offload_native='auto' is not possible here" in finding.message
+    assert "there is no C++ compiler" in finding.message
+    assert finding.cure == "install g++"
+
+
+@pytest.mark.parametrize(
+    "machine, ranks",
+    [
+        (replace(HEALTHY, ranks_per_host=3, words=Words((), 2)), "3 (--ranks-per-host)"),
+        (replace(HEALTHY, words=Words((), 6)), "6 (--nproc-per-node of the command)"),
+        (environment(LOCAL_WORLD_SIZE="8", SLURM_NTASKS_PER_NODE="4"), "8 (LOCAL_WORLD_SIZE)"),
+        (facts(environment={"SLURM_NTASKS_PER_NODE": "4"}), "4 (SLURM_NTASKS_PER_NODE)"),
+        (facts(environment={"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}), "2 (OMPI_COMM_WORLD_LOCAL_SIZE)"),
+        (
+            facts(environment={"LOCAL_WORLD_SIZE": "many"}),
+            "2 (one for each GPU; --ranks-per-host N changes it)",
+        ),
+        (facts(environment={}, gpus=()), "1 (--ranks-per-host N changes it)"),
+    ],
+)
+def test_how_many_ranks_share_the_memory(machine: Facts, ranks: str) -> None:
+    assert shown(machine, "Ranks per host").value == ranks
+
+
+# What is shown
+
+
+def shown(machine: Facts, label: str) -> Row:
+    (row,) = (row for row in examine(machine) if row.label == label)
+    return row
 
 
 @pytest.mark.parametrize(
     "machine, label, why",
     [
-        (
-            facts({"te_import_error": "OSError: no lib", "te_offload_v1": None}),
-            "NVTE_CPU_OFFLOAD_V1",
-            "does not import",
-        ),
-        (replace(HEALTHY, unseen={"bandwidth": "not asked"}), "Copies", "not asked"),
-        (replace(HEALTHY, unseen={"command": "no torch"}), "Flags", "no torch"),
+        (facts({"torch": None}), "Engine in C++", "torch has to work first"),
+        (facts({"megatron_core": None}), "Run-time patches", "must be importable"),
+        (facts({"te_import_error": "no lib"}), "NVTE_CPU_OFFLOAD_V1", "does not import"),
+        (replace(HEALTHY, measures=False), "Copies", "--no-bandwidth"),
+        (facts({"te_import_error": "no lib"}, words=Words(("--lr",))), "Flags", "be importable"),
         (facts({"available_memory_bytes": None}), "May be pinned", "neither"),
-        (host(shm_bytes=None), "/dev/shm", "no /dev/shm"),
     ],
 )
 def test_a_skipped_check_is_a_note(machine: Facts, label: str, why: str) -> None:
-    (row,) = (row for row in examine(machine) if row.label == label)
-    assert row.severity == "note"
-    assert row.value == "unknown"
-    assert row.findings[0].rule == NOT_CHECKED.name
+    row = shown(machine, label)
+    assert (row.severity, row.value) == ("note", "unknown")
+    assert row.findings[0].rule == "not-looked-at"
     assert why in row.findings[0].message
-
-
-# The output without problems.
 
 
 @pytest.mark.parametrize(
     "machine, label, value",
     [
-        (HEALTHY, "GPUs", "GPU 0: NVIDIA H200, 140.0 GiB\nGPU 1: NVIDIA H200, 140.0 GiB"),
+        (
+            HEALTHY,
+            "GPUs",
+            "GPU 0: NVIDIA H200, 140.0 GiB\nGPU 1: NVIDIA H200, 140.0 GiB\ndriver 580.65.06",
+        ),
         (HEALTHY, "CPU affinity", "all CPUs 0-15"),
-        (
-            replace(HEALTHY, cpus=frozenset({1, 2, 9})),
-            "CPU affinity",
-            "bound to CPUs 1-2,9",
-        ),
+        (replace(HEALTHY, cpus=frozenset({1, 2, 9})), "CPU affinity", "bound to CPUs 1-2,9"),
         (HEALTHY, "May be pinned", "400.0 GiB for each of 2 (80% of 1000.0 GiB)"),
+        (training(), "Flags", "a training with offloading, on 2 processes"),
         (
-            host(groups=(ControlGroup(2, 64 * GIB, 60 * GIB), ControlGroup(1, 1 << 62, 5))),
-            "May be pinned",
-            "400.0 GiB for each of 2 (80% of 1000.0 GiB)\n"
-            "limit of the control group (v2): 64.0 GiB",
-        ),
-        (HEALTHY, "Ranks per host", "2 (LOCAL_WORLD_SIZE)"),
-        (
-            with_command(HEALTHY, OFFLOADING),
+            replace(HEALTHY, command=Checked(None)),
             "Flags",
-            "a training with offloading, on 2 processes",
+            "a training without offloading, on 1 process",
         ),
+        (HEALTHY, "Flags", "none given (slipstream doctor -- FLAGS checks those of a training)"),
     ],
 )
 def test_a_check_shows_what_it_saw(machine: Facts, label: str, value: str) -> None:
-    (row,) = (row for row in examine(machine) if row.label == label)
-    assert row.value == value
+    assert shown(machine, label).value == value
+
+
+# The page
+
+
+def test_the_page_lists_every_check_with_the_failure_that_it_prevents() -> None:
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", PAGE, re.M)
+    expected = [(check.label, check.prevents) for check in CHECKS]
+    start = rows.index(expected[0])
+    assert rows[start : start + len(expected)] == expected
+    assert len({check.prevents for check in CHECKS}) == len(CHECKS)
+
+
+def test_the_example_has_every_check_in_its_order() -> None:
+    example = PAGE.split("example -->")[1].splitlines()
+    marked = [line for line in example if line.split(" ")[0] in SEVERITIES]
+    # A finding's line has no label.
+    labels = [line[9:32].strip() for line in marked if line[9] != " "]
+    assert labels == [check.label for check in CHECKS]
+    topics = list(dict.fromkeys(check.topic for check in CHECKS))
+    assert [line for line in example if line in topics] == topics
+
+
+# Versions
+
+
+def test_supported_versions_are_those_that_the_package_accepts_and_a_cure_installs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["te"]]
+    accepted = {r.name: r.specifier for r in map(Requirement, requirements)}
+    for name, (supported, cure) in PACKAGES.items():
+        assert SpecifierSet(supported) == accepted[name.lower().replace(" ", "-")]
+        (quoted,) = re.findall(r"'(.+)'", cure)
+        assert Requirement(quoted).specifier == SpecifierSet(supported)
