@@ -33,7 +33,7 @@ from megatron.slipstream.fine_grained_activation_offload.manager import (
 )
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration.budget.memory_budget_rules import BUDGET_RULES
-from megatron.slipstream.integration.layers.tiled_model import tiles_of
+from megatron.slipstream.integration.layers.tiled_model import fill_tiles, tiles_of
 from megatron.slipstream.integration.record.run_files import RunFiles
 from megatron.slipstream.integration.record.run_metadata import environment, settings
 from megatron.slipstream.integration.seam import compat, model_router, module_groups
@@ -179,6 +179,7 @@ def _make_manager(
     manager.report.settings = settings(config)
     manager.moves_checkpoint_inputs = config.moves_checkpoint_inputs
     manager.region_flag = _region_flag()
+    manager.fill_report = fill_tiles
     if config.activation_memory_budget is not None:
         from megatron.slipstream.integration.budget.memory_budget import MemoryBudget
 

@@ -14,7 +14,7 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Optional, Union
 
 import torch
@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.layer_report import LayerReport
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.integration.budget import rescue
 from megatron.slipstream.integration.budget.batch_sizes import (
     shape_of,
     size_of,
@@ -126,6 +127,10 @@ class MemoryBudget:
         self._chunk_refs.clear()
 
     # The life of an iteration.
+
+    def call(self, chunk: torch.nn.Module, inputs: Any, attempt: Callable[[], Any]) -> Any:
+        """Run a forward pass, and once more if device memory runs out: :mod:`rescue`."""
+        return rescue.call(self._engine, self, chunk, inputs, attempt)
 
     def enter(
         self, chunk: torch.nn.Module, tensors: Sequence[torch.Tensor], is_first: bool

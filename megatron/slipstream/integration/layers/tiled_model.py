@@ -27,6 +27,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.integration.seam.layer_classes import convert
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.patches.marks import run_in_a_group
@@ -83,17 +84,17 @@ def tiles_of(chunk: torch.nn.Module) -> TileOptions:
     return next((found for found in options if found is not None), TileOptions())
 
 
-def tile_counts(chunks: Sequence[torch.nn.Module]) -> dict[str, int]:
-    """Return the number of tiles of the last micro-batch, by part of the model, if it has tiles.
+def fill_tiles(report: RankReport, chunks: Sequence[torch.nn.Module]) -> None:
+    """Set the report's number of tiles of the last micro-batch, by part of the model.
 
     Experts that were given different numbers of tokens can have had different numbers of tiles;
-    the largest one is returned.
+    the largest one counts.
     """
     counts: dict[str, int] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, _Tiled) and module.num_tiles:
             counts[module.part] = max(counts.get(module.part, 0), module.num_tiles)
-    return counts
+    report.tiles = counts
 
 
 def has_tiles(mlp: torch.nn.Module) -> bool:

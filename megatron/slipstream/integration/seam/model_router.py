@@ -22,7 +22,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
@@ -30,8 +30,7 @@ from megatron.core.pipeline_parallel import fine_grained_activation_offload as m
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.integration.budget import rescue
-from megatron.slipstream.integration.layers.tiled_model import tile_counts
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.integration.seam.engine_setup import host_limit
 from megatron.slipstream.integration.seam.gradients import Gradients
@@ -40,15 +39,43 @@ from megatron.slipstream.model_rules import moves_in_layer_graphs
 from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
 from megatron.slipstream.plan.trace import StepKind
 
-if TYPE_CHECKING:
-    from megatron.slipstream.integration.budget.memory_budget import MemoryBudget
-
 Prepare = Callable[[torch.nn.Module, Callable[[], "RoutedManager"]], list[Callable[[], None]]]
 """Prepares a model chunk before it runs, and returns functions that undo it. Its second argument
 returns the engine of the chunk's model."""
 
 
 _PrepareChunk = Callable[[torch.nn.Module], list[Callable[[], None]]]
+
+
+class Budget(Protocol):
+    """What keeps the iterations of a model within a limit on memory."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it changes nothing any more."""
+
+    def call(self, chunk: torch.nn.Module, inputs: Any, attempt: Callable[[], Any]) -> Any:
+        """Return ``attempt()``, a forward pass of ``chunk`` in training with these arguments."""
+
+    def enter(
+        self, chunk: torch.nn.Module, tensors: Sequence[torch.Tensor], is_first: bool
+    ) -> None:
+        """Note that the pass begins, which an iteration does with it if ``is_first``."""
+
+    def leave(self, chunk: torch.nn.Module) -> None:
+        """Note that the pass returns."""
+
+    def before_end(self) -> None:
+        """Note that all passes of the iteration have been issued, and its plan is not made yet."""
+
+    def after_end(self) -> None:
+        """Note that the iteration's plan is made."""
+
+    def fill(self, report: RankReport) -> None:
+        """Add what it did to the report."""
+
+    def close(self) -> None:
+        """Undo what it has changed in the model."""
 
 
 class RoutedManager(PipelineOffloadManager):
@@ -59,8 +86,10 @@ class RoutedManager(PipelineOffloadManager):
         super().__init__(*arguments)
         self.config = OffloadConfig()
         """The settings from which it was created."""
-        self.budget: Optional[MemoryBudget] = None
+        self.budget: Optional[Budget] = None
         """Keeps to ``activation_memory_budget``; None without one."""
+        self.fill_report: Callable[[RankReport, Sequence[torch.nn.Module]], None] = _add_nothing
+        """Adds what is known of the model's chunks to its report."""
 
     @property
     def do_offload(self) -> bool:
@@ -106,7 +135,7 @@ class RoutedManager(PipelineOffloadManager):
         super().finish_report()
         if self.budget is not None:
             self.budget.fill(self.report)
-        self.report.tiles = tile_counts(self.router.chunks_of(self))
+        self.fill_report(self.report, self.router.chunks_of(self))
 
     @property
     def is_settled(self) -> bool:
@@ -311,7 +340,7 @@ class Router:
             return nodes
 
     def call(self, chunk: Any, inputs: Any, run: Callable[[], Any]) -> Any:
-        """Call ``chunk`` by ``run``; with a budget, once more if device memory runs out."""
+        """Call ``chunk`` by ``run``; the model's budget may repeat it."""
 
         def attempt() -> Any:
             with self.calling(chunk, inputs):
@@ -320,7 +349,7 @@ class Router:
         manager = self.manager_of(chunk) if self.is_training else None
         if manager is None or manager.budget is None:
             return attempt()
-        return rescue.call(manager, manager.budget, chunk, inputs, attempt)
+        return manager.budget.call(chunk, inputs, attempt)
 
     @contextlib.contextmanager
     def calling(self, chunk: Any, inputs: Any = ()) -> Iterator[None]:
@@ -413,6 +442,10 @@ def installed() -> Optional[RoutedManager]:
     """Return the engine of the model trained last, or None."""
     current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
     return current if isinstance(current, RoutedManager) else None
+
+
+def _add_nothing(_: RankReport, __: Sequence[torch.nn.Module]) -> None:
+    """Leave a report as it is."""
 
 
 def _output_begins(_: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
