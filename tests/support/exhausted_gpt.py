@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,7 @@ from tiny_gpt import (
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.budget import forward_state
+from megatron.slipstream.integration.budget import forward_state, rescue
 from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.plan.settings import Assignment
 
@@ -42,6 +43,8 @@ class Exhausted:
     """The error and its causes."""
     settings: list[Assignment] = field(default_factory=list)
     """Those of the layers at each failure."""
+    num_copies: int = 0
+    """How often what a forward changes was copied."""
     in_use_bytes: int = 0
     num_iterations: int = 0
 
@@ -94,7 +97,7 @@ def train_exhausted(
         module: Path of the module whose calls fail.
         calls: The calls that fail; empty: none.
         counts: Number of micro-batches of each step.
-        options: Options of the configuration that are imitated from the failure on.
+        options: Options of the configuration that are imitated where a rescue is decided.
         changed: Path of a buffer that the failing call changes.
     """
     initialize(case, rank, world_size, port)
@@ -111,20 +114,30 @@ def train_exhausted(
         (chunk,) = chunks
 
         def bystander() -> None:
-            vars(chunk.config).update(options)
             result.settings.append(layer_settings.assignment_of([chunk]))
             if changed:
                 chunk.get_buffer(changed).zero_()
 
         Exhaustion(chunk.get_submodule(module), calls, bystander)
+        imitated = SimpleNamespace(
+            config=SimpleNamespace(**{**vars(chunk.config), **options}),
+            modules=chunk.modules,
+            parameters=chunk.parameters,
+        )
+        why_not = rescue.why_not
         try:
-            result.results = train(case, model_config, chunks, counts)
+            with (
+                patch.object(rescue, "why_not", lambda _: why_not(imitated)),
+                patch.object(rescue, "ForwardState", wraps=rescue.ForwardState) as states,
+            ):
+                result.results = train(case, model_config, chunks, counts)
         except torch.OutOfMemoryError as raised:
             error: Any = raised
             while error is not None:
                 result.errors.append(str(error))
                 error = error.__cause__
             raised = None  # type: ignore[assignment]
+        result.num_copies = states.call_count
         result.state = [tensor.clone() for tensor in chunk.buffers()]
         result.state += [entry for log in forward_state._logs() for entry in _tensors_of(log)]
         result.state.append(torch.get_rng_state())

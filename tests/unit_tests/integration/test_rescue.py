@@ -85,6 +85,7 @@ def test_other_ranks_wait_so_that_it_is_not_repeated() -> None:
     assert "with tensor_model_parallel_size=2 other ranks wait" in result.errors[0]
     assert result.errors[1].startswith("CUDA out of memory")
     assert not any("ran out" in text for text in result.warnings)
+    assert result.num_copies == 0, "nothing is copied where nothing would be restored"
 
 
 def test_a_buffer_that_cannot_be_restored_is_named() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import re
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -58,7 +59,8 @@ def call(
     Raises:
         torch.OutOfMemoryError: The pass cannot be repeated, or ran out of memory again.
     """
-    state = ForwardState(chunk, inputs)
+    reason = _refusal(chunk)
+    state = ForwardState(chunk, inputs) if reason is None else None
     try:
         return attempt()
     except torch.OutOfMemoryError as error:
@@ -67,10 +69,11 @@ def call(
         tensors = tensors_in(inputs)
         if not engine.has_begun:
             raise failure  # The pass had not begun.
-        reason = why_not(chunk) or state.what_else_changed()
+        if state is not None:
+            reason = state.what_else_changed()
         if reason is None and engine.has_earlier_passes:
             reason = "earlier passes of the iteration wait for their backward"
-        if reason is not None:
+        if state is None or reason is not None:
             because = f"the forward cannot be repeated: {reason}"
             raise budget.out_of_memory(chunk, tensors, _tried_bytes(failure), because) from failure
         _forget_frames(failure)
@@ -86,6 +89,16 @@ def call(
             raise budget.out_of_memory(chunk, tensors, _tried_bytes(error), because) from failure
     finally:
         del failure  # Its traceback refers to this frame.
+
+
+_refusals: weakref.WeakKeyDictionary[torch.nn.Module, Optional[str]] = weakref.WeakKeyDictionary()
+
+
+def _refusal(chunk: torch.nn.Module) -> Optional[str]:
+    """Return :func:`why_not` of a chunk, found once: it looks at every module."""
+    if chunk not in _refusals:
+        _refusals[chunk] = why_not(chunk)
+    return _refusals[chunk]
 
 
 def why_not(chunk: Any) -> Optional[str]:
