@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
+from megatron.slipstream.fine_grained_activation_offload.native_store import make_store
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.plan.trace import GroupKey
 
@@ -33,7 +33,7 @@ class HandDriven:
         self.backend = make_backend(backend)
         self.recorder = Recorder(self.backend)
         self.recorder.reads_memory = not is_native  # reading memory disables the hooks in C++
-        self.store = ActivationStore(self.backend, self.recorder, is_native)
+        self.store = make_store(self.backend, self.recorder, is_native)
         self._num_groups = 0
         self.groups: dict[GroupKey, OffloadTensorGroup] = {}
 

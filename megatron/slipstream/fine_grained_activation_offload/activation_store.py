@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, Optional
 
@@ -20,10 +21,7 @@ from torch.autograd import forward_ad
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
-from megatron.slipstream.fine_grained_activation_offload.counted_modules import (
-    CountedModules,
-    add_counters,
-)
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import CountedModules
 from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
     SavedTensor,
@@ -35,7 +33,6 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import (
 )
 from megatron.slipstream.fine_grained_activation_offload.markers import mark
 from megatron.slipstream.fine_grained_activation_offload.memory_of import is_dense, memory_of
-from megatron.slipstream.fine_grained_activation_offload.native import native_module
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import (
@@ -44,7 +41,7 @@ from megatron.slipstream.fine_grained_activation_offload.storage import (
     is_there,
 )
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
-from megatron.slipstream.plan.actions import Action, ActionKind, Plan
+from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.staying import Staying
 from megatron.slipstream.plan.trace import GroupKey, StepKind
 
@@ -52,54 +49,46 @@ MIN_KNOWN = 4096
 """Minimum number of addresses before those of freed storages, which hold no memory, are purged."""
 
 
-class ActivationStore:
-    """Saves, offloads and reloads storages. Callers decide which and when."""
+@dataclass
+class CaptureContext:
+    """What a capture does not share with the iterations around it."""
 
-    def __init__(self, backend: Backend, recorder: Recorder, is_native: bool = False) -> None:
+    host_pool: HostPool
+    """The host memory of storages saved from now on."""
+    modules: defaultdict[str, ModuleCounters] = field(
+        default_factory=partial(defaultdict, ModuleCounters)
+    )
+    """Counters by module name."""
+    verifier: Optional[Verifier] = None
+    """Compares reloaded bytes with offloaded bytes, which blocks the host; None if off."""
+
+
+class ActivationStore:
+    """Saves, offloads and reloads storages. Callers decide which and when.
+
+    This one does so in Python; ``native_store`` leaves the common cases to C++.
+
+    Args:
+        backend: The device.
+        recorder: Notes what it sees of storages while iterations are recorded.
+        native: The module with the C++ classes, if used.
+    """
+
+    is_native = False
+    """Whether C++ handles the common cases."""
+    saved_type: type[Any] = SavedTensor
+    """Type of the object that autograd keeps instead of a tensor that may move."""
+
+    def __init__(self, backend: Backend, recorder: Recorder, native: Any = None) -> None:
         self.backend = backend
-        self._module = native_module() if is_native else None
-        """The module with the C++ classes, if used."""
-        waits = None if self._module is None else self._module.Waits(backend)
-        self.copy_streams = CopyStreams(backend, waits)
-        self._host_pool = self.new_host_pool()
-        self._verifier: Optional[Verifier] = None
-        self._modules: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
+        self._classes = native
+        self.copy_streams = CopyStreams(backend, None if native is None else native.Waits(backend))
+        self._outside = CaptureContext(self.new_host_pool())
+        self._context = self._outside
         self.late_groups: dict[GroupKey, int] = {}
         """This iteration's number of late H2D copies, by the group that first saved the storage."""
         self._crosses_streams = False
         self._recorder = recorder
-        self.saved_type: type[SavedTensor] = SavedTensor
-        """Type of the object that autograd keeps instead of a tensor that may move."""
-        self.make_group: Callable[[GroupLabel, int], OffloadTensorGroup] = OffloadTensorGroup
-        """Creates a group from its label and the minimum number of elements of a moving tensor."""
-        self.make_pass: Callable[[int, int, int, int], ChunkOffloadHandler] = ChunkOffloadHandler
-        """Creates a pass; takes the same arguments as ``ChunkOffloadHandler``."""
-        self.native: Optional[Any] = None
-        """The C++ store, if used; it handles the common cases."""
-        if self._module is not None:
-            arguments = (waits, self.host_pool, self.copy_streams, recorder)
-            self.native = self._module.Store(backend, *arguments)
-            self.saved_type = self._module.SavedTensor
-            self.make_group = self._module.OffloadTensorGroup
-            self.make_pass = self.native.make_pass
-        self.start: Callable[..., bool] = _not_in_cpp
-        """``start(engine, input, name)`` starts a group in C++. Returns False in rare cases that
-        C++ does not handle; Python then handles them. Likewise for the next five."""
-        self.enter: Callable[[Any], bool] = _not_in_cpp
-        """``enter(engine)`` enters the region of the last started group."""
-        self.leave: Callable[[Any], bool] = _not_in_cpp
-        """``leave(engine)`` leaves the last entered region."""
-        self.end: Callable[..., Optional[torch.Tensor]] = _none_in_cpp
-        """``end(engine, output, name)`` ends a group. Returns the marked output, or None."""
-        self.mark_output: Callable[[Any, StepKind], bool] = _not_in_cpp
-        """``mark_output(engine, kind)`` marks the output layer in forward."""
-        self.mark_gradient: Callable[..., bool] = _not_in_cpp
-        """``mark_gradient(engine, kind, tensors)`` marks the first gradient of the tensors."""
-        if self._module is not None:
-            module = self._module
-            self.start, self.enter = module.start, module.enter
-            self.leave, self.end = module.leave, module.end
-            self.mark_output, self.mark_gradient = module.mark_output, module.mark_gradient
         self._max_known = MIN_KNOWN
         """Number of addresses above which those of freed storages are purged."""
         self._by_memory: dict[int, weakref.ref[SavedStorage]] = {}
@@ -115,51 +104,51 @@ class ActivationStore:
             alive = {memory: known for memory, known in found if known() is not None}
             self._by_memory = alive
             self._max_known = MIN_KNOWN + 2 * len(alive)
-        in_cpp = None if self.native is None else self.native.take_counters()
-        counted = CountedModules(self._modules, self.late_groups, in_cpp)
-        self._modules, self.late_groups = defaultdict(ModuleCounters), {}
+        counted = CountedModules(self._context.modules, self.late_groups)
+        self._context.modules, self.late_groups = defaultdict(ModuleCounters), {}
         return counted
+
+    # What a capture has of its own.
+
+    def begin_capture(self, context: CaptureContext) -> None:
+        """Use ``context`` until :meth:`end_capture`."""
+        self._add_counts()
+        self._context = context
+        self._note_settings()
+
+    def end_capture(self) -> None:
+        """End the use of a capture's context."""
+        self.begin_capture(self._outside)
 
     @property
     def host_pool(self) -> HostPool:
         """The host buffer pool of storages saved from now on."""
-        return self._host_pool
+        return self._context.host_pool
 
     @host_pool.setter
     def host_pool(self, pool: HostPool) -> None:
-        self._host_pool = pool
-        if self.native is not None:
-            self.native.pool = pool
+        self._context.host_pool = pool
+        self._note_settings()
 
     def new_host_pool(self, limit_bytes: Optional[int] = None) -> HostPool:
         """Return a pool whose buffers this store can use."""
-        return HostPool(self.backend, limit_bytes, self._module)
+        return HostPool(self.backend, limit_bytes, self._classes)
 
     @property
     def modules(self) -> defaultdict[str, ModuleCounters]:
         """This iteration's counters by module name."""
-        self._add_counters_of_cpp()
-        return self._modules
-
-    @modules.setter
-    def modules(self, modules: defaultdict[str, ModuleCounters]) -> None:
-        self._add_counters_of_cpp()
-        self._modules = modules
-
-    def _add_counters_of_cpp(self) -> None:
-        if self.native is not None:
-            add_counters(self.native.take_counters(), self._modules)
+        self._add_counts()
+        return self._context.modules
 
     @property
     def verifier(self) -> Optional[Verifier]:
         """Compares reloaded bytes with offloaded bytes; None if verification is off."""
-        return self._verifier
+        return self._context.verifier
 
     @verifier.setter
     def verifier(self, verifier: Optional[Verifier]) -> None:
-        self._verifier = verifier
-        if self.native is not None:
-            self.native.is_verified = verifier is not None
+        self._context.verifier = verifier
+        self._note_settings()
 
     @property
     def crosses_streams(self) -> bool:
@@ -172,84 +161,90 @@ class ActivationStore:
     @crosses_streams.setter
     def crosses_streams(self, crosses_streams: bool) -> None:
         self._crosses_streams = crosses_streams
-        if self.native is not None:
-            self.native.crosses_streams = crosses_streams
+        self._note_settings()
 
-    @property
-    def is_native(self) -> bool:
-        """Whether the C++ store is used."""
-        return self.native is not None
+    def _note_settings(self) -> None:
+        """Called when the host pool or a setting has changed."""
 
-    @property
-    def pack(self) -> Callable[[OffloadTensorGroup, torch.Tensor], Any]:
-        """Autograd's pack hook: :meth:`save`, in Python or C++."""
-        return self.save if self.native is None else self.native.pack
+    def _add_counts(self) -> None:
+        """Add the counts from C++ to :attr:`modules`."""
+
+    # Groups and passes.
+
+    def make_group(self, label: GroupLabel, min_numel: int = 1) -> OffloadTensorGroup:
+        """Create a group; ``min_numel`` is the minimum number of elements of a moving tensor."""
+        return OffloadTensorGroup(label, min_numel)
+
+    def make_pass(
+        self, index: int, vp_stage: int, min_numel: int, micro_batch: int
+    ) -> ChunkOffloadHandler:
+        """Create a pass; takes the arguments of ``ChunkOffloadHandler``."""
+        return ChunkOffloadHandler(index, vp_stage, min_numel, micro_batch)
+
+    def compile_steps(self, plan: Plan) -> Optional[Any]:
+        """Compile a plan's steps for C++; None if Python runs them."""
+        return None
+
+    # Marks. Each returns whether C++ has handled it; if not, the engine does.
+
+    def start(self, engine: Any, tensor: torch.Tensor, name: str) -> bool:
+        """Start a group whose input is ``tensor``."""
+        return False
+
+    def enter(self, engine: Any) -> bool:
+        """Enter the region of the last started group."""
+        return False
+
+    def leave(self, engine: Any) -> bool:
+        """Leave the last entered region."""
+        return False
+
+    def end(self, engine: Any, tensor: torch.Tensor, name: str) -> Optional[torch.Tensor]:
+        """End a group at its output. Return the marked output; None if it is not handled."""
+        return None
+
+    def mark_output(self, engine: Any, kind: StepKind) -> bool:
+        """Mark the output layer in forward."""
+        return False
+
+    def mark_gradient(self, engine: Any, kind: StepKind, tensors: list[torch.Tensor]) -> bool:
+        """Mark the first gradient of any of the tensors."""
+        return False
+
+    def mark(self, tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
+        """Return ``tensor`` with a graph node that calls ``come`` when backward reaches it."""
+        return mark(tensor, come)
+
+    def call_before(self, tensor: torch.Tensor, come: Callable[..., object]) -> None:
+        """Call ``come`` when backward reaches the operation that computed ``tensor``."""
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(come)
+
+    # Saved-tensor hooks.
 
     def hooks(
         self, group: OffloadTensorGroup, reader: Any
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Return autograd's hooks for a region of ``group``, in Python or C++.
+        """Return autograd's hooks for a region of ``group``.
 
         Args:
             group: The group.
-            reader: Its ``read`` reads the saved tensors that C++ does not handle, or all without
-                C++. Only the hook references it, not the store, so that an engine is freed with
-                its last graph.
+            reader: Its ``read`` reads the saved tensors (with C++, those that it does not handle).
+                Only the hook references it, not the store, so that an engine is freed with its
+                last graph.
 
         Returns:
             The pack hook and the unpack hook.
         """
-        if self.native is not None:
-            hooks: tuple[Any, Any] = self.native.hooks(group, reader)
-            return hooks
         return partial(self.save, group), reader.read
 
     def is_own_hook(self, pack: Any) -> bool:
         """Return whether this is an engine's pack hook."""
-        if self._module is not None and type(pack) is self._module.PackHook:
-            return True
         return getattr(getattr(pack, "func", None), "__func__", None) is ActivationStore.save
 
-    def compile_steps(self, plan: Plan) -> Optional[Any]:
-        """Compile a plan's steps for C++; None if Python runs them."""
-        if self._module is None or self.backend.names_ranges:
-            return None
-        kinds = list(ActionKind)
-        groups = plan.trace.group_by_key
-
-        def compiled(action: Action) -> tuple[Any, ...]:
-            kept = frozenset(plan.group_by_key[action.key].kept_storages)
-            key = action.key
-            return (kinds.index(action.kind), key, kept, groups[key].storages, action)
-
-        return self._module.Steps(
-            self.native,
-            (
-                (step.kind, step.key, step.name, [compiled(action) for action in actions])
-                for step, actions in zip(plan.trace.steps, plan.actions, strict=True)
-            ),
-            [key for key in groups if not plan.tracks(key)],
-            plan.silent,
-            plan.trace,
-        )
-
-    # Marks in the autograd graph.
-
-    def mark(self, tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
-        """Return ``tensor`` with a graph node that calls ``come`` when backward reaches it."""
-        if self._module is None or type(tensor) is not torch.Tensor:
-            return mark(tensor, come)
-        marked: torch.Tensor = self._module.mark(tensor, come)
-        return marked
-
-    def call_before(self, tensor: torch.Tensor, come: Callable[..., object]) -> None:
-        """Call ``come`` when backward reaches the operation that computed ``tensor``."""
-        if self._module is not None:
-            self._module.call_before(tensor, come)
-        elif tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(come)
-
-    # Saved-tensor hooks.
+    def pack(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
+        """Autograd's pack hook: :meth:`save`."""
+        return self.save(group, tensor)
 
     def save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
         """Pack ``tensor``, saved in a region of ``group``. Return what autograd keeps instead."""
@@ -315,9 +310,6 @@ class ActivationStore:
 
     def _find(self, memory: int) -> Optional[SavedStorage]:
         """Return the saved storage for torch's storage object at this address."""
-        if self.native is not None:
-            found: Optional[SavedStorage] = self.native.find(memory)
-            return found
         known = self._by_memory.get(memory)
         return None if known is None else known()
 
@@ -344,9 +336,6 @@ class ActivationStore:
 
     def commit(self, group: OffloadTensorGroup) -> None:
         """Fix which bytes of the group's storages would move, once it has saved everything."""
-        if self.native is not None:
-            self.native.commit(group)
-            return
         for storage in group.storages():
             if storage.residence is Residence.DEVICE:
                 storage.settle_extent()
@@ -383,9 +372,6 @@ class ActivationStore:
             numbers: By position, the index of each of the group's storages in the trace of the
                 plan whose host layout is followed; None if none is followed.
         """
-        native = self.native if may_move is None else None
-        if native is not None and native.copy_out(group, kept, numbers):
-            return
         storages, sources, planned = [], [], []
         for position, storage in enumerate(group.storages_or_none()):
             if storage is None or storage.residence is not Residence.DEVICE:
@@ -428,8 +414,6 @@ class ActivationStore:
 
     def release(self, group: OffloadTensorGroup) -> None:
         """Release the group's storages; the last holder's release frees the memory."""
-        if self.native is not None and self.native.release(group, self):
-            return
         for storage in group.storages():
             is_last = storage.drop_holder(group.serial)
             if is_last and storage.residence is Residence.OFFLOADING:
@@ -479,8 +463,7 @@ class ActivationStore:
 
     def copy_in_group(self, group: OffloadTensorGroup) -> None:
         """Start reloading the group's storages that are on the host."""
-        if self.native is None or not self.native.copy_in(group, self):
-            self.copy_in(group.storages())
+        self.copy_in(group.storages())
 
     def copy_in(self, storages: Iterable[SavedStorage], late: bool = False) -> None:
         """Start reloading those of ``storages`` that are on the host.
@@ -619,14 +602,6 @@ def _free_buffer(storage: SavedStorage) -> None:
     """Free the storage's host buffer, if it has one."""
     if storage.allocation is not None:
         storage.pool.free(storage.take_allocation())
-
-
-def _not_in_cpp(*_: Any) -> bool:
-    return False
-
-
-def _none_in_cpp(*_: Any) -> None:
-    return None
 
 
 def _why_its_storage_stays(tensor: torch.Tensor, min_numel: int) -> Optional[Staying]:

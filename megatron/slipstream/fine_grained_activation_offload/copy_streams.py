@@ -175,7 +175,8 @@ class CopyStreams:
 
     def __init__(self, backend: Backend, waits: Any = None) -> None:
         self._backend = backend
-        self._waits = Waits() if waits is None else waits
+        self.waits = Waits() if waits is None else waits
+        """The signals, and the waits that have been issued."""
         self._timings: Optional[Timings] = None
         self._to_join: dict[Hashable, Signal] = {}
         """The signal after the last copies of the graph being captured, by copy stream."""
@@ -190,7 +191,7 @@ class CopyStreams:
     @timings.setter
     def timings(self, timings: Optional[Timings]) -> None:
         self._timings = timings
-        self._waits.is_timed = timings is not None
+        self.waits.is_timed = timings is not None
 
     # Created on first use: a stream belongs to the device that is current then, and an engine may
     # be installed before its process has selected one.
@@ -387,16 +388,16 @@ class CopyStreams:
         Signals of graphs are skipped: nothing outside the graph can wait for them.
         """
         for signal in _latest(signals):
-            if signal.graph == self._waits.graph == 0:
+            if signal.graph == self.waits.graph == 0:
                 self._backend.outlast(signal.event)
 
     def forget_waits(self) -> None:
         """Forget all waits, since a new stream may have the id of an earlier one."""
-        self._waits.forget()
+        self.waits.forget()
 
     def begin_graph(self) -> None:
         """Begin a new graph, captured from the current stream."""
-        self._waits.graph = next(_graph_numbers)
+        self.waits.graph = next(_graph_numbers)
         self._backend.begin_graph()
 
     def end_graph(self) -> None:
@@ -406,7 +407,7 @@ class CopyStreams:
             self._wait(Edge.E9, None, stream_id, signal)
         self._to_join.clear()
         self._backend.end_graph()
-        self._waits.graph = 0
+        self.waits.graph = 0
         self.forget_waits()  # The graph's waits apply inside the graph only.
 
     def finish(self) -> None:
@@ -439,12 +440,12 @@ class CopyStreams:
     def _open_timings(self) -> Optional[Timings]:
         """Return the timings for work issued now; None if it is not timed."""
         timings = self._timings
-        if timings is None or timings.is_of_graph is not bool(self._waits.graph):
+        if timings is None or timings.is_of_graph is not bool(self.waits.graph):
             return None
         return timings
 
     def _signal(self, stream: Stream, stream_id: Hashable) -> Signal:
-        signal: Signal = self._waits.signal(self._backend.record(stream), stream, stream_id)
+        signal: Signal = self.waits.signal(self._backend.record(stream), stream, stream_id)
         return signal
 
     def _end(
@@ -454,7 +455,7 @@ class CopyStreams:
         signal = self._signal(stream, stream_id)
         for _, allocation in moves:
             allocation.last_use = (signal,)
-        if self._waits.graph:
+        if self.waits.graph:
             self._to_join[stream_id] = signal
         return signal
 
@@ -468,10 +469,10 @@ class CopyStreams:
     ) -> None:
         """Make a stream (the current one if None) wait, unless it has waited already."""
         try:
-            if self._waits.is_due(stream_id, signal):
+            if self.waits.is_due(stream_id, signal):
                 self._issue_wait(edge, stream, signal, label)
         except BaseException:
-            self._waits.forget()  # It may not have been issued.
+            self.waits.forget()  # It may not have been issued.
             raise
 
     def _issue_wait(self, edge: Edge, stream: Optional[Stream], signal: Signal, label: str) -> None:

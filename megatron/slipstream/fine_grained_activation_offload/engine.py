@@ -20,7 +20,6 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.chunk import (
     ChunkOffloadHandler,
@@ -38,6 +37,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 from megatron.slipstream.fine_grained_activation_offload.host_trim import HostTrimmer
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
 from megatron.slipstream.fine_grained_activation_offload.markers import at_first_gradient
+from megatron.slipstream.fine_grained_activation_offload.native_store import make_store
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
@@ -82,7 +82,7 @@ class OffloadEngine:
         """``offload_modules`` of the model, for the report."""
         self._report = RankReport(rank=rank)
         self._recorder = Recorder(backend)
-        self.store = ActivationStore(backend, self._recorder, is_native)
+        self.store = make_store(backend, self._recorder, is_native)
         """The saved activations."""
         self._report.is_native = self.store.is_native
         self._cache = PlanCache()

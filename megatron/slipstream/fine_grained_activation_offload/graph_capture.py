@@ -23,6 +23,7 @@ set share the pool, since they are never in use at the same time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +31,10 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
+from megatron.slipstream.fine_grained_activation_offload.activation_store import (
+    ActivationStore,
+    CaptureContext,
+)
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import (
     ReplayedGraph,
@@ -42,7 +46,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPo
 from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
-from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
+from megatron.slipstream.fine_grained_activation_offload.verify import nothing_poisoned
 from megatron.slipstream.plan.actions import GroupPlan, Plan, StoragePlan
 from megatron.slipstream.plan.host_layout import size_class_bytes
 from megatron.slipstream.plan.render import format_bytes
@@ -87,15 +91,6 @@ class _Leaving(NamedTuple):
 
     group: OffloadTensorGroup
     layer: GraphedLayer
-
-
-class _Outside(NamedTuple):
-    """The store's components outside captures."""
-
-    host_pool: HostPool
-    modules: defaultdict[str, ModuleCounters]
-    verifier: Optional[Verifier]
-    poisons_dropped: bool
 
 
 class _Set(NamedTuple):
@@ -156,8 +151,8 @@ class GraphCaptures:
         """Captured groups to be offloaded by the next graph."""
         self._leaving: list[_Leaving] = []
         """Groups offloaded by the graph being captured."""
-        self._outside: Optional[_Outside] = None
-        """The store's usual components, while a capture replaces them."""
+        self._during_capture = contextlib.ExitStack()
+        """Restores what the capture of a graph changes."""
 
     @property
     def is_capturing(self) -> bool:
@@ -372,14 +367,12 @@ class GraphCaptures:
         self._leave()
 
     def _enter(self, layer: GraphedLayer) -> None:
-        store = self._store
-        poisons = store.backend.poisons_dropped
-        self._outside = _Outside(store.host_pool, store.modules, store.verifier, poisons)
         if self._set not in self._pools:
             raise RuntimeError("a graph is captured that has not been warmed up")
-        # The verifier blocks the host, which a capture forbids.
-        store.host_pool, store.modules = self._pools[self._set], layer.counters
-        store.verifier, store.backend.poisons_dropped = None, False
+        store = self._store
+        self._during_capture.enter_context(nothing_poisoned(store.backend))
+        # Without a verifier, which blocks the host: a capture forbids that.
+        store.begin_capture(CaptureContext(self._pools[self._set], layer.counters))
         store.copy_streams.begin_graph()
         self.layer = layer
         self._leaving, self._pending = self._pending, []
@@ -393,13 +386,11 @@ class GraphCaptures:
         self._leaving.clear()
         store.copy_streams.end_graph()
         assert self.layer is not None
+        store.end_capture()
         counters = self.layer.counters.values()
         self.moves_anything |= any(counter.d2h_copies for counter in counters)
-        assert self._outside is not None
-        outside = self._outside
-        store.host_pool, store.modules = outside.host_pool, outside.modules
-        store.verifier, store.backend.poisons_dropped = outside.verifier, outside.poisons_dropped
-        self.layer = self._outside = None
+        self._during_capture.close()
+        self.layer = None
 
     def _pass_of(
         self, vp_stage: int, layer_number: int

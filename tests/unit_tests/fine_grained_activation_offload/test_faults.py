@@ -187,7 +187,7 @@ def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
         "addresses": len(manager.store._by_memory),
         "memory to keep": manager.store.copy_streams.keeps_memory,
     }
-    if manager.store.native is not None:
+    if manager.store.is_native:
         figures["addresses"] = manager.store.native.num_known
         figures.update(_alive_in_cpp(is_on_gpu=manager.store.backend.name == "cuda"))
     if manager.store.backend.name != "cuda":

@@ -20,7 +20,6 @@ from hand_driven import LAZY_NATIVE
 from torch.utils.checkpoint import checkpoint
 from toy_model import SCHEDULES, WIDTH, all_equal, make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Copy, nbytes_of
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
 from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
@@ -29,6 +28,7 @@ from megatron.slipstream.fine_grained_activation_offload.manager import (
     RegionFlag,
 )
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
+from megatron.slipstream.fine_grained_activation_offload.native_store import make_store
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.plan import selection
@@ -540,7 +540,7 @@ def test_suspended_marks_do_nothing_in_the_middle_of_an_iteration() -> None:
 
 def test_the_backend_says_what_it_manages() -> None:
     backend = Log()
-    store = ActivationStore(backend, Recorder(backend), is_native=True)
+    store = make_store(backend, Recorder(backend), is_native=True)
     group = store.make_group(GroupLabel(GroupKey(0, 0), "mlp"), 1)
     elsewhere = torch.empty(4, device="meta")
     assert store.pack(group, elsewhere) is elsewhere

@@ -1,0 +1,196 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The activation store whose common cases C++ handles.
+
+C++ works on the same objects. Where it cannot handle a case (timing, capture, verification, memory
+with other references), it returns False with no effect, and the Python method does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any, Optional
+
+import torch
+
+from megatron.slipstream.fine_grained_activation_offload.activation_store import (
+    ActivationStore,
+)
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import (
+    CountedModules,
+    add_counters,
+)
+from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
+from megatron.slipstream.fine_grained_activation_offload.native import native_module
+from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
+from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
+from megatron.slipstream.plan.actions import Action, ActionKind, Plan
+from megatron.slipstream.plan.trace import StepKind
+
+
+def make_store(backend: Backend, recorder: Recorder, is_native: bool) -> ActivationStore:
+    """Create a store: in C++ if ``is_native`` and it can be compiled, else in Python."""
+    module = native_module() if is_native else None
+    if module is None:
+        return ActivationStore(backend, recorder)
+    return NativeStore(backend, recorder, module)
+
+
+class NativeStore(ActivationStore):
+    """An activation store with the common cases in C++.
+
+    Args:
+        backend: The device.
+        recorder: See ``ActivationStore``.
+        module: The compiled module.
+    """
+
+    is_native = True
+
+    def __init__(self, backend: Backend, recorder: Recorder, module: Any) -> None:
+        super().__init__(backend, recorder, module)
+        self._module = module
+        streams = self.copy_streams
+        self.native = module.Store(backend, streams.waits, self.host_pool, streams, recorder)
+        """The C++ object."""
+        self.saved_type = module.SavedTensor
+
+    def end_iteration(self) -> CountedModules:
+        """Reset the counters. Return their values."""
+        counted = super().end_iteration()
+        counted.in_cpp = self.native.take_counters()
+        return counted
+
+    def _note_settings(self) -> None:
+        self.native.pool = self.host_pool
+        self.native.is_verified = self.verifier is not None
+        self.native.crosses_streams = self.crosses_streams
+
+    def _add_counts(self) -> None:
+        add_counters(self.native.take_counters(), self._context.modules)
+
+    # Groups and passes.
+
+    def make_group(self, label: GroupLabel, min_numel: int = 1) -> OffloadTensorGroup:
+        """Create a group; ``min_numel`` is the minimum number of elements of a moving tensor."""
+        group: OffloadTensorGroup = self._module.OffloadTensorGroup(label, min_numel)
+        return group
+
+    def make_pass(
+        self, index: int, vp_stage: int, min_numel: int, micro_batch: int
+    ) -> ChunkOffloadHandler:
+        """Create a pass; takes the arguments of ``ChunkOffloadHandler``."""
+        made: ChunkOffloadHandler = self.native.make_pass(index, vp_stage, min_numel, micro_batch)
+        return made
+
+    def compile_steps(self, plan: Plan) -> Optional[Any]:
+        """Compile a plan's steps for C++; None if ranges of profiles are named in Python."""
+        if self.backend.names_ranges:
+            return None
+        kinds = list(ActionKind)
+        groups = plan.trace.group_by_key
+
+        def compiled(action: Action) -> tuple[Any, ...]:
+            kept = frozenset(plan.group_by_key[action.key].kept_storages)
+            key = action.key
+            return (kinds.index(action.kind), key, kept, groups[key].storages, action)
+
+        return self._module.Steps(
+            self.native,
+            (
+                (step.kind, step.key, step.name, [compiled(action) for action in actions])
+                for step, actions in zip(plan.trace.steps, plan.actions, strict=True)
+            ),
+            [key for key in groups if not plan.tracks(key)],
+            plan.silent,
+            plan.trace,
+        )
+
+    # Marks.
+
+    def start(self, engine: Any, tensor: torch.Tensor, name: str) -> bool:
+        """Start a group whose input is ``tensor``."""
+        return bool(self._module.start(engine, tensor, name))
+
+    def enter(self, engine: Any) -> bool:
+        """Enter the region of the last started group."""
+        return bool(self._module.enter(engine))
+
+    def leave(self, engine: Any) -> bool:
+        """Leave the last entered region."""
+        return bool(self._module.leave(engine))
+
+    def end(self, engine: Any, tensor: torch.Tensor, name: str) -> Optional[torch.Tensor]:
+        """End a group at its output. Return the marked output; None if it is not handled."""
+        marked: Optional[torch.Tensor] = self._module.end(engine, tensor, name)
+        return marked
+
+    def mark_output(self, engine: Any, kind: StepKind) -> bool:
+        """Mark the output layer in forward."""
+        return bool(self._module.mark_output(engine, kind))
+
+    def mark_gradient(self, engine: Any, kind: StepKind, tensors: list[torch.Tensor]) -> bool:
+        """Mark the first gradient of any of the tensors."""
+        return bool(self._module.mark_gradient(engine, kind, tensors))
+
+    def mark(self, tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
+        """Return ``tensor`` with a graph node that calls ``come`` when backward reaches it."""
+        if type(tensor) is not torch.Tensor:
+            return super().mark(tensor, come)
+        marked: torch.Tensor = self._module.mark(tensor, come)
+        return marked
+
+    def call_before(self, tensor: torch.Tensor, come: Callable[..., object]) -> None:
+        """Call ``come`` when backward reaches the operation that computed ``tensor``."""
+        self._module.call_before(tensor, come)
+
+    # Saved-tensor hooks.
+
+    def hooks(
+        self, group: OffloadTensorGroup, reader: Any
+    ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """Return autograd's hooks for a region of ``group``; see ``ActivationStore``."""
+        hooks: tuple[Any, Any] = self.native.hooks(group, reader)
+        return hooks
+
+    def is_own_hook(self, pack: Any) -> bool:
+        """Return whether this is an engine's pack hook."""
+        return type(pack) is self._module.PackHook or super().is_own_hook(pack)
+
+    def pack(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
+        """Autograd's pack hook."""
+        return self.native.pack(group, tensor)
+
+    def _find(self, memory: int) -> Optional[SavedStorage]:
+        found: Optional[SavedStorage] = self.native.find(memory)
+        return found
+
+    # Moves, in the compute stream's order.
+
+    def commit(self, group: OffloadTensorGroup) -> None:
+        """Fix which bytes of the group's storages would move, once it has saved everything."""
+        self.native.commit(group)
+
+    def copy_out(
+        self,
+        group: OffloadTensorGroup,
+        may_move: Optional[Callable[[int, SavedStorage], bool]] = None,
+        kept: Container[int] = (),
+        numbers: Optional[Sequence[int]] = None,
+    ) -> None:
+        """Start offloading the group's storages; see ``ActivationStore``."""
+        if may_move is not None or not self.native.copy_out(group, kept, numbers):
+            super().copy_out(group, may_move, kept, numbers)
+
+    def release(self, group: OffloadTensorGroup) -> None:
+        """Release the group's storages; the last holder's release frees the memory."""
+        if not self.native.release(group, self):
+            super().release(group)
+
+    def copy_in_group(self, group: OffloadTensorGroup) -> None:
+        """Start reloading the group's storages that are on the host."""
+        if not self.native.copy_in(group, self):
+            super().copy_in_group(group)
