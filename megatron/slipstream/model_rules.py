@@ -57,9 +57,9 @@ def graphed_modules(facts: Any) -> frozenset[str]:
     """Return the parts of each layer that CUDA graphs capture; empty means the whole layer.
 
     Args:
-        facts: Has megatron-core's option names; up to 0.17 this one is ``cuda_graph_scope``.
+        facts: Has megatron-core's option names.
     """
-    given = getattr(facts, "cuda_graph_modules", None) or getattr(facts, "cuda_graph_scope", None)
+    given = getattr(facts, "cuda_graph_modules", None)
     return frozenset(getattr(module, "name", module) for module in given or ())
 
 

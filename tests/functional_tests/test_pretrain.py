@@ -17,8 +17,6 @@ import pytest
 from forked import run_module
 from training_runs import result_of, train_on_ranks
 
-from megatron.slipstream.patches import releases
-
 COMMON = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 128
     --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2
@@ -93,8 +91,6 @@ def test_training_is_the_same_with_the_engine(
     layout: str, train_without: Callable[[str], list[Any]], tmp_path: Path
 ) -> None:
     num_ranks, flags = LAYOUTS[layout]
-    if "--hybrid-layer-pattern" in flags and not releases.has_hybrid_models():
-        pytest.skip(f"{releases.release()} has no HybridModel")
     modules = MOE_MODULES if "--num-experts" in flags else DENSE_MODULES
     off = train_without(layout)
     on = train_on_ranks(num_ranks, [*COMMON, *flags, *_offload(modules)], tmp_path / "on.json")

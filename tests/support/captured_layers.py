@@ -29,7 +29,7 @@ def with_graphs(
     """
     graphs = {
         "cuda_graph_impl": GRAPHS,
-        _graph_modules_option(): list(modules),
+        "cuda_graph_modules": list(modules),
         "cuda_graph_warmup_steps": num_eager_steps,
     }
     return dataclasses.replace(case, overrides={**case.overrides, **graphs, **overrides})
@@ -78,11 +78,3 @@ def _accumulator(parameter: torch.nn.Parameter) -> Any:
     """The accumulator of the parameter's gradient; the same object as long as it is alive."""
     view: Any = parameter.expand_as(parameter)
     return view.grad_fn.next_functions[0][0]
-
-
-def _graph_modules_option() -> str:
-    """The name of the option for the captured parts of a layer, which changed after 0.17."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    names = {field.name for field in dataclasses.fields(TransformerConfig)}
-    return "cuda_graph_modules" if "cuda_graph_modules" in names else "cuda_graph_scope"

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from model_case import ModelCase
 
-from megatron.slipstream import preflight
 from megatron.slipstream.context_parallel.documents import shared_sample
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import Share
@@ -100,14 +99,9 @@ def forget_expert_metrics() -> None:
 
     megatron-core keeps them in one table per process, sized for the layers of the first model.
     """
-    if preflight.is_installed("megatron.core.transformer.moe.moe_logging"):  # from 0.18 on
-        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
-        destroy_moe_metrics_tracker()
-    else:
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-        get_moe_layer_wise_logging_tracker().clear()
+    destroy_moe_metrics_tracker()
 
 
 def _close_groups() -> None:

@@ -57,8 +57,6 @@ __all__ = [
 
 def skip_without_model(case: ModelCase) -> None:
     """Skip the test where the installed megatron-core has no model of this kind."""
-    if case.kind == "hybrid" and not releases.has_hybrid_models():
-        pytest.skip(f"{releases.release()} has no HybridModel")
     if case.sync_free_experts and not releases.models_pass_their_rank():
         pytest.skip(f"{releases.release()} is too old for moe_sync_free_experts")
 

@@ -331,7 +331,6 @@ def check_packing(args: Any) -> list[Finding]:
         "sequence_parallel",
         "transformer_impl",
         "cuda_graph_modules",
-        "cuda_graph_scope",
         "fine_grained_activation_offloading",
     )
     facts = facts_of(args, PACKING_RULES, others, _DEFAULTS)

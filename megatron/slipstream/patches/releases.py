@@ -56,11 +56,6 @@ def _two_numbers(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def has_hybrid_models() -> bool:
-    """Whether there is a ``HybridModel`` (from 0.18 on)."""
-    return is_since("0.18")
-
-
 def models_pass_their_rank() -> bool:
     """Whether models pass pipeline rank, delta and fraction when a pass begins (from 0.19 on).
 

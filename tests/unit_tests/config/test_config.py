@@ -186,23 +186,26 @@ class _Part(enum.Enum):
 
 
 @pytest.mark.parametrize(
-    "option, captured, at_the_edge",
+    "captured, at_the_edge",
     [
-        ("cuda_graph_modules", [], ["attn_norm"]),
-        ("cuda_graph_modules", ["attn"], ["attn_norm", "mlp_norm"]),
-        ("cuda_graph_scope", [_Part.attn], ["attn_norm", "mlp_norm"]),
-        ("cuda_graph_modules", [_Part.attn, _Part.mlp], ["attn_norm"]),
-        ("cuda_graph_modules", ["mlp"], ["mlp_norm"]),
-        ("cuda_graph_modules", ["attn", "moe_router"], ["attn_norm", "mlp_norm"]),
-        ("cuda_graph_modules", ["moe_router"], ["mlp_norm"]),
+        ([], ["attn_norm"]),
+        (["attn"], ["attn_norm", "mlp_norm"]),
+        ([_Part.attn], ["attn_norm", "mlp_norm"]),
+        ([_Part.attn, _Part.mlp], ["attn_norm"]),
+        (["mlp"], ["mlp_norm"]),
+        (["attn", "moe_router"], ["attn_norm", "mlp_norm"]),
+        (["moe_router"], ["mlp_norm"]),
     ],
 )
 def test_modules_whose_tensors_graphs_hand_on_are_known(
-    option: str, captured: list[Any], at_the_edge: list[str]
+    captured: list[Any], at_the_edge: list[str]
 ) -> None:
     modules = ["attn_norm", "core_attn", "mlp_norm"]
-    facts = model_facts(offload_modules=modules, cuda_graph_impl="transformer_engine")
-    setattr(facts, option, captured)
+    facts = model_facts(
+        offload_modules=modules,
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_modules=captured,
+    )
     assert modules_at_the_edge_of_graphs(facts) == at_the_edge
     facts.cuda_graph_impl = "none"
     assert modules_at_the_edge_of_graphs(facts) == []

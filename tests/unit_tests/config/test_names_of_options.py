@@ -35,7 +35,6 @@ OPTIONS = OF_MODELS | {flag.removeprefix("--").replace("-", "_") for flag in kno
 OPTIONS |= {name.removeprefix(no) for no in ("no_", "disable_") for name in OPTIONS}
 
 NO_OPTIONS = {
-    "cuda_graph_scope": "the name of cuda_graph_modules up to 0.17",
     "external_cuda_graph": "a former flag, which megatron still parses",
     "padded_vocab_size": "megatron's validation sets it",
     "iteration": "set while training",

@@ -334,8 +334,6 @@ def _hybrid_spec(rank: int, world_size: int, port: int) -> bool:
 
 
 def test_hybrid_models_get_their_own_spec() -> None:
-    if not releases.has_hybrid_models():
-        pytest.skip(f"{releases.release()} has no HybridModel")
     assert run_ranks(1, _hybrid_spec) == [True]
 
 

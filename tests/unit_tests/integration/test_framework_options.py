@@ -156,7 +156,7 @@ def test_what_the_configuration_has_counts_where_nothing_is_given() -> None:
 # Releases.
 
 OLDEST = frozenset({SWITCH, "offload_modules", "min_offloaded_tensor_size"})
-"""The options of megatron-core 0.17."""
+"""Options of every release."""
 
 
 @pytest.mark.parametrize("name", sorted(DEFAULTS.keys() - OLDEST))

@@ -26,7 +26,6 @@ from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step, train
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-from megatron.slipstream.patches import releases
 
 pytestmark = pytest.mark.releases
 
@@ -211,8 +210,6 @@ def test_a_model_is_built_from_layers_that_offload_in_graphs(
 
 
 def test_a_hybrid_model_is_built_from_such_layers() -> None:
-    if not releases.has_hybrid_models():
-        pytest.skip(f"{releases.release()} has no HybridModel")
     from megatron.slipstream.integration.graphs.graph_layers import with_graph_offloading
     from megatron.slipstream.integration.seam.specs import change_model_spec
 

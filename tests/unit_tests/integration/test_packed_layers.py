@@ -107,7 +107,7 @@ class MegatronsLayer(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = SimpleNamespace(cuda_graph_scope=[], cuda_graph_modules=[])
+        self.config = SimpleNamespace(cuda_graph_modules=[])
         self.current_microbatch = 0
         self.masks: list[Any] = []
         self.gradient = torch.full((8, 1, 4), 7.0)

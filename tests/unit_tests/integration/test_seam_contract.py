@@ -146,7 +146,7 @@ def test_our_manager_and_mark_have_what_the_wheel_uses() -> None:
 
 
 def _end_group(tensor: torch.Tensor, name: str, **options: bool) -> torch.Tensor:
-    """The facade's function under its name of today, or of 0.17 and 0.18."""
+    """The facade's function under its name of today, or of 0.18."""
     facade = install.mcore_offload
     prefix = "fine_grained_offloading_group_"
     end = getattr(facade, prefix + "offload", None) or getattr(facade, prefix + "commit")

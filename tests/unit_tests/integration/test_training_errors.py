@@ -22,7 +22,6 @@ from forked import Done, run_function, run_script
 from training_runs import prepare_training
 
 from megatron.slipstream import preflight
-from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.patches import releases
 from megatron.slipstream.rules import check_rules, require
 
@@ -268,16 +267,6 @@ LATER: dict[str, tuple[Callable[[], bool], list[str], list[str]]] = {
         ["--mtp-num-layers", "1"],
         ["mtp_num_layers=1", "a script of your own"],
     ),
-    "hybrid models": (
-        releases.has_hybrid_models,
-        ["--hybrid-layer-pattern", "*-"],
-        ["hybrid_layer_pattern='*-'", "train a GPT model"],
-    ),
-    "end of a document": (
-        compat.null_tokenizer_takes_end_of_document,
-        ["--tokenizer-type", "NullTokenizer", "--tokenizer-json", "{tokenizer}", "--eod-mask-loss"],
-        ["eod_mask_loss=True", "tokenizer_json", "leave eod_mask_loss out"],
-    ),
 }
 """Test for the release; flags that need it; words of the refusal."""
 
@@ -290,7 +279,6 @@ def test_what_a_later_release_has_is_refused_with_what_to_do_instead(
     is_there, flags, words = LATER[case]
     if is_there():
         pytest.skip(f"{releases.release()} has it")
-    flags = [flag.format(tokenizer=_write_tokenizer(folder)) for flag in flags]
     outcome = _train(folder, [*MODEL, *MOCK, *flags])
     _assert_refused(outcome, folder, releases.release(), "or install megatron-core 0.1", *words)
 

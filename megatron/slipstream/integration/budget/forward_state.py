@@ -135,10 +135,6 @@ def _logs() -> Iterator[dict[str, Any]]:
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     if logging is not None:
         yield logging.get_moe_metrics_tracker()._metrics
-    else:  # before 0.19
-        utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
-        if utils is not None:
-            yield utils.get_moe_layer_wise_logging_tracker()
     for module, name in _LOGS:
         helper = getattr(sys.modules.get(module), name, None)
         if helper is not None:

@@ -22,7 +22,6 @@ from megatron.slipstream.integration.cpu import cpu_only
 from megatron.slipstream.integration.entry import checks
 from megatron.slipstream.integration.entry.arguments import defaults_of_machine, parse
 from megatron.slipstream.integration.graphs import graph_goals
-from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.rules import require
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -103,7 +102,6 @@ def validate(args: Any) -> None:
         raise refused_by_megatron(error) from error
     finally:
         args.fine_grained_activation_offloading = offloading
-    compat.complete_arguments(args)
 
 
 def refused_by_megatron(error: AssertionError) -> ValueError:

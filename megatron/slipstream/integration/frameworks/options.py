@@ -249,7 +249,7 @@ def _known(given: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
 
 
 def _graph_modules(config: Any) -> tuple[Any, ...]:
-    """Read the field by its current or 0.17 name; it may be a str before finalization."""
+    """Read the field by its current or deprecated name; it may be a str before finalization."""
     given = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None)
     if given is None or given == "full":
         return ()

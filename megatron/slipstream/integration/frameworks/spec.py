@@ -19,13 +19,11 @@ from megatron.slipstream.integration.frameworks import loading
 from megatron.slipstream.integration.graphs.graph_layers import with_graph_offloading
 from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.model_rules import moves_in_layer_graphs
-from megatron.slipstream.patches import releases
 
 loading.load()
 
-if releases.has_hybrid_models():
-    # Hybrid models use a spec directly, without calling it.
-    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec  # noqa: F401
+# Hybrid models use a spec directly, without calling it.
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec  # noqa: E402, F401
 
 
 class DefaultLayerSpec(TransformerBlockSubmodules):

@@ -10,7 +10,7 @@ attention refuses, never is. There is no global current group: layers are recomp
 after other micro-batches, and megatron-core passes them the same ``PackedSeqParams`` again.
 
 megatron-core uses the field in core attention only. Rotary embeddings use the group that the layer
-was built with (0.17 to 0.19), so positions are wrong if a micro-batch has another one; and core
+was built with (0.18, 0.19), so positions are wrong if a micro-batch has another one; and core
 attention keeps the last group that it was passed. The classes here correct both:
 
 - Attention runs its forward pass as a *twin* of itself, with the same parameters, buffers and

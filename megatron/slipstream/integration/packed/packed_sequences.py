@@ -38,7 +38,6 @@ from megatron.slipstream.packed_sequences.dataset import (
 )
 from megatron.slipstream.packed_sequences.options import check_corpora, pack_limits
 from megatron.slipstream.patches import table
-from megatron.slipstream.patches.releases import is_since
 from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.rules import require
 
@@ -375,9 +374,9 @@ def report_sequence_lengths(cu_seqlens: torch.Tensor) -> None:
     """Report sequence lengths to megatron, for the throughput that it logs.
 
     Call once per micro-batch and rank, in training. Otherwise megatron assumes one sequence per
-    micro-batch, as 0.17 always does.
+    micro-batch.
     """
     from megatron.training import training
 
-    if is_since("0.18") and torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         training.update_seqlen_stats_from_cu_seqlens(cu_seqlens)

@@ -22,7 +22,6 @@ from megatron.slipstream.patches.patching import applied, resolve
 from megatron.slipstream.patches.releases import (
     TESTED_RELEASES,
     has_gpt_builder,
-    has_hybrid_models,
     is_since,
     models_pass_their_rank,
     release,
@@ -41,7 +40,7 @@ from megatron.slipstream.rules import (
 
 
 def missing_pass_arguments() -> tuple[int, ...]:
-    """Return the pipeline rank, which models of 0.17 and 0.18 do not pass as first argument."""
+    """Return the pipeline rank, which models of 0.18 do not pass as first argument."""
     if models_pass_their_rank():
         return ()
     from megatron.core import parallel_state
@@ -59,10 +58,7 @@ def check_models_announce_passes() -> None:
     Raises:
         RuntimeError: It has moved.
     """
-    models = ["gpt.gpt_model.GPTModel"]
-    if has_hybrid_models():
-        models.append("hybrid.hybrid_model.HybridModel")
-    for model in models:
+    for model in ("gpt.gpt_model.GPTModel", "hybrid.hybrid_model.HybridModel"):
         resolve(
             f"megatron.core.models.{model}.preprocess_for_fine_grained_offloading",
             "the engine would not know where a pass begins",
@@ -120,21 +116,14 @@ def refuse_later_option(name: str) -> NoReturn:
     raise ValueError(rule.found(release=release()).text)
 
 
-def _lacks(
-    option: str,
-    when: Predicate,
-    shown: str,
-    because: str,
-    cure: str,
-    later: str = TESTED_RELEASES[-1],
-) -> Rule:
+def _lacks(option: str, when: Predicate, shown: str, because: str, cure: str) -> Rule:
     """Return the rule that refuses ``shown`` on the installed release if ``when`` holds."""
     return option_rule(
         option,
         when,
         lambda _: False,
         f"{shown} is not supported with {{release}} because {because}",
-        f"{cure}, or install megatron-core {later}",
+        f"{cure}, or install megatron-core {TESTED_RELEASES[-1]}",
     )
 
 
@@ -162,20 +151,6 @@ def _not_built(name: str) -> Rule:
         f"{name}={{{name}}}",
         "its wheel has no builder of GPT models, and ours does not know the option",
         "build the model in a script of your own that calls install()",
-    )
-
-
-def _needs_end_of_document(name: str) -> Rule:
-    def is_asked_for(facts: Any) -> bool:
-        has_tokens = facts.tokenizer_json is not None and getattr(facts, name)
-        return has_tokens and not null_tokenizer_takes_end_of_document()
-
-    return _lacks(
-        name,
-        is_asked_for,
-        f"{name}=True with tokenizer_json",
-        "that release has no option for the end-of-document token",
-        f"leave {name} out",
     )
 
 
@@ -223,16 +198,7 @@ RELEASE_RULES: tuple[Rule, ...] = (
         "its expert layers are built otherwise",
         "leave it out",
     ),
-    _lacks(
-        "hybrid_layer_pattern",
-        lambda f: f.hybrid_layer_pattern is not None and not has_hybrid_models(),
-        "hybrid_layer_pattern={hybrid_layer_pattern!r}",
-        "that release has no HybridModel",
-        "train a GPT model",
-        TESTED_RELEASES[1],
-    ),
     *map(_not_built, _NOT_BUILT),
-    *map(_needs_end_of_document, ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")),
 )
 """Rules against options of later releases that the installed one does not support."""
 
@@ -243,20 +209,6 @@ def check_release(args: Any) -> list[Finding]:
 
 
 # Training
-
-
-def null_tokenizer_takes_end_of_document() -> bool:
-    """Whether ``eod_id`` is an argument; up to 0.17 it is always the token after the vocabulary."""
-    return is_since("0.18")
-
-
-def complete_arguments(args: Any) -> None:
-    """Add the newest release's arguments to those of an older one, with equal effect."""
-    if is_since("0.18"):
-        return
-    # Evaluation had no batch size of its own.
-    for name in ("micro_batch_size", "global_batch_size"):
-        setattr(args, f"eval_{name}", getattr(args, name))
 
 
 def gpt_config(args: Any) -> Any:
@@ -327,8 +279,8 @@ def slice_for_context_parallel(batch: dict[str, Any], cp_group: Any) -> dict[str
     """Return this context-parallel rank's part of each sequence of an unpacked batch."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    options = {"is_hybrid_cp": False} if is_since("0.18") else {}
-    return get_batch_on_this_cp_rank({**batch, "cu_seqlens": None}, cp_group=cp_group, **options)
+    unpacked = {**batch, "cu_seqlens": None}
+    return get_batch_on_this_cp_rank(unpacked, is_hybrid_cp=False, cp_group=cp_group)
 
 
 Pretrain = Callable[[Callable[..., Any], Callable[..., Any], Callable[..., Any]], None]
