@@ -108,7 +108,7 @@ def test_graphs_without_the_engine(kind: str, scope: tuple[str, ...]) -> None:
     _assert_equal(_train(with_graphs(CASES[kind], scope))[0], _eager(kind))
 
 
-@pytest.mark.parametrize("kind, scope, modules", _cases())
+@pytest.mark.parametrize("kind, scope, modules", [*_cases()])
 def test_graphs_and_offloading(
     kind: str, scope: tuple[str, ...], modules: tuple[str, ...], record_row: Row
 ) -> None:
