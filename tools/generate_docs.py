@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
+import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib import import_module
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,96 +25,45 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # installed or not
 
 from megatron.slipstream import model_rules, module_rules  # noqa: E402
+from megatron.slipstream.integration.entry import arguments  # noqa: E402
 from megatron.slipstream.patches import table as patch_table  # noqa: E402
 from megatron.slipstream.patches.patching import Patch  # noqa: E402
-from megatron.slipstream.rules import Rule  # noqa: E402
 from tools import option_modes  # noqa: E402
 
-PACKAGE = ROOT / "megatron" / "slipstream"
 ENGINE = patch_table.Feature.ENGINE
 USER_GUIDE = ROOT / "docs" / "user-guide"
 
 
-class MegatronOption(NamedTuple):
-    """An option of megatron-core in our words, with its default in version 0.19.2."""
-
-    name: str
-    default: object
-    meaning: str
-
-
 MEGATRON_OPTIONS = (
-    MegatronOption(
+    (
         "fine_grained_activation_offloading",
         False,
         "Offload activations in forward and reload them in backward.",
     ),
-    MegatronOption("offload_modules", [], "Modules whose saved activations move; names below."),
-    MegatronOption(
+    ("offload_modules", [], "Modules whose saved activations move; names below."),
+    (
         "min_offloaded_tensor_size",
         1048576,
         "Tensors whose memory has fewer elements (not bytes) stay on the device.",
     ),
-    MegatronOption(
+    (
         "activation_offload_fraction",
         1.0,
         "Fraction of the groups of each model chunk that move, 0 to 1. From 0.19 on.",
     ),
-    MegatronOption(
+    (
         "delta_offload_bytes_across_pp_ranks",
         0,
         "Bytes more that each later pipeline rank keeps on the device. From 0.19 on.",
     ),
-    MegatronOption(
+    (
         "delay_offload_until_cuda_graph",
         False,
         "With [CUDA graphs of layers](cuda-graphs.md): copy what moves outside of graphs after the "
         "next graph launch. From 0.19 on.",
     ),
 )
-
-
-class OptionGroup(NamedTuple):
-    """A class whose fields are flags of the training script."""
-
-    cls_name: str
-    title: str
-    source: str
-    """The file that defines it, relative to the package."""
-    rules: tuple[Rule, ...]
-    """The rules of its file; none for classes that ``integration/entry/arguments.py`` defines."""
-
-
-def option_groups() -> Iterator[OptionGroup]:
-    """Yield the groups of the training script's parser, read from its source."""
-    source = "integration/entry/arguments.py"
-    tree = ast.parse((PACKAGE / source).read_text(encoding="utf-8"))
-    homes = {
-        alias.name: str(node.module)
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    (groups,) = (
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_GROUPS"
-    )
-    assert isinstance(groups, ast.Tuple)
-    for group in groups.elts:
-        assert isinstance(group, ast.Tuple)
-        name, title = ast.unparse(group.elts[0]), ast.literal_eval(group.elts[1])
-        home = homes.get(name)
-        file = (
-            source if home is None else home.partition("slipstream.")[2].replace(".", "/") + ".py"
-        )
-        yield OptionGroup(name, title, file, () if home is None else rules_of(home))
-
-
-def rules_of(module: str) -> tuple[Rule, ...]:
-    """Return the rules of all rule tables of a module."""
-    tables = vars(import_module(module)).items()
-    return tuple(rule for name, rules in tables if name.endswith("RULES") for rule in rules)
+"""Options of megatron-core with their defaults in version 0.19.2, in our words."""
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -134,40 +84,27 @@ class Field(NamedTuple):
     docstring: str
 
 
-def fields_of(cls_name: str, source: str) -> list[Field]:
+def fields_of(cls: type) -> list[Field]:
     """Read the fields of a data class with the docstring that follows each of them.
-
-    Args:
-        cls_name: The class.
-        source: Its file, relative to the package. It is not imported.
 
     Raises:
         ValueError: A field has no docstring.
     """
-    tree = ast.parse((PACKAGE / source).read_text(encoding="utf-8"))
-    (cls,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls_name)
+    (tree,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(tree, ast.ClassDef)
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     fields = []
-    for statement, following in zip(cls.body, [*cls.body[1:], None], strict=True):
+    for statement, following in itertools.pairwise([*tree.body, ast.Pass()]):
         if not isinstance(statement, ast.AnnAssign):
             continue
         name = ast.unparse(statement.target)
         match following:
             case ast.Expr(value=ast.Constant(value=str(docstring))):
-                values, default = accepted_values(statement.annotation), default_of(statement)
-                fields.append(Field(name, values, default, " ".join(docstring.split())))
+                values = accepted_values(statement.annotation)
+                fields.append(Field(name, values, defaults[name], " ".join(docstring.split())))
             case _:
-                raise ValueError(f"{cls_name}.{name} has no docstring")
+                raise ValueError(f"{cls.__name__}.{name} has no docstring")
     return fields
-
-
-def default_of(statement: ast.AnnAssign) -> object:
-    match statement.value:
-        case ast.Call(func=ast.Name(id="field"), keywords=keywords):
-            (default,) = (keyword.value for keyword in keywords if keyword.arg == "default")
-            return ast.literal_eval(default)
-        case ast.expr():
-            return ast.literal_eval(statement.value)
-    raise ValueError(f"{ast.unparse(statement)} has no default")
 
 
 def accepted_values(annotation: ast.expr) -> str:
@@ -195,52 +132,35 @@ def shown(default: object) -> str:
     return "off" if default is False else f"`{default}`"
 
 
-TITLES = {"OffloadConfig": "Slipstream's own options", "EntryOptions": "The training script"}
+TITLES = {"slipstream": "Slipstream's own options", "slipstream script": "The training script"}
 """Titles of groups that differ from those in ``--help``."""
 
-NOTES = {
-    "OffloadConfig": [
-        "Flags of `./run train`, fields of `OffloadConfig` for `install()` and `attach()`, and "
-        "keys of the file that `SLIPSTREAM_CONFIG` names.",
-        "",
-    ]
-}
-"""Text at the start of a group."""
+NOTE = (
+    "Flags of `./run train`, fields of `OffloadConfig` for `install()` and `attach()`, and "
+    "keys of the file that `SLIPSTREAM_CONFIG` names."
+)
 
 
-def own_options(group: OptionGroup) -> list[str]:
-    title = TITLES.get(group.cls_name, heading_of(group))
-    lines = [f"## {title}", "", *NOTES.get(group.cls_name, [])]
-    for field in fields_of(group.cls_name, group.source):
+def own_options(cls: type, title: str) -> list[str]:
+    words = title.removeprefix("slipstream ")
+    lines = [f"## {TITLES.get(title, words[:1].upper() + words[1:])}", ""]
+    lines += [NOTE, ""] if title == "slipstream" else []
+    for field in fields_of(cls):
         facts = f"{field.values}; default: {shown(field.default)}."
         lines += [f"### `{flag(field.name)}`", "", field.docstring, "", facts, ""]
     return lines
 
 
-def heading_of(group: OptionGroup) -> str:
-    name = group.title.removeprefix("slipstream ")
-    return name[:1].upper() + name[1:]
-
-
-WITH_A_NORM = {
+MODELS = {
     "attn_norm": "with MLA; in others Transformer Engine has the norm in `qkv_linear`",
     "mlp_norm": "with experts; in dense layers Transformer Engine has the norm in the MLP",
-}
-"""Models in which these norms are modules; in others they are part of the next linear layer."""
-
-
-WITH_OWN_MODULES = {
     **dict.fromkeys(module_rules.OF_DENSE_MLP, "with dense layers"),
     **dict.fromkeys(module_rules.OF_LATENT_ATTENTION, "with MLA"),
     "shared_experts": "with shared experts",
     "expert_fc2": "with experts",
+    **dict.fromkeys(model_rules.MOE_MODULE_NAMES, "with experts"),
 }
-
-
-def models_with(module: str) -> str:
-    if module in model_rules.MOE_MODULE_NAMES:
-        return "with experts"
-    return {**WITH_A_NORM, **WITH_OWN_MODULES}.get(module, "all")
+"""Models that have a module of its own; all have the others."""
 
 
 def modes() -> list[str]:
@@ -280,8 +200,8 @@ def options_page() -> str:
         *table(
             ("flag", "default", "meaning"),
             (
-                (f"`{flag(option.name)}`", shown(option.default), option.meaning)
-                for option in MEGATRON_OPTIONS
+                (f"`{flag(name)}`", shown(default), meaning)
+                for name, default, meaning in MEGATRON_OPTIONS
             ),
         ),
         "",
@@ -293,7 +213,7 @@ def options_page() -> str:
         *table(
             ("name", "what moves", "models"),
             (
-                (f"`{name}`", text, models_with(name))
+                (f"`{name}`", text, MODELS.get(name, "all"))
                 for name, text in model_rules.MODULE_NAMES.items()
             ),
         ),
@@ -302,7 +222,7 @@ def options_page() -> str:
         "mark them, and its engine does not move them. Where a script builds a "
         "`TransformerConfig` itself, it calls `install()` before that.",
         "",
-        *(line for group in option_groups() for line in own_options(group)),
+        *(line for group in arguments._GROUPS for line in own_options(*group)),
         *modes(),
         "## What is refused",
         "",
@@ -396,10 +316,10 @@ PAGES: Mapping[str, Callable[[], str]] = {
 """Writers of the pages of docs/user-guide."""
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare only, and write nothing")
-    is_check = parser.parse_args().check
+    is_check = parser.parse_args(argv).check
     stale = []
     for name, page in PAGES.items():
         path, text = USER_GUIDE / name, page()
