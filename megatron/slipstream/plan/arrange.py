@@ -140,7 +140,8 @@ class _Walk:
         self._use_at = {job.use for job in jobs}
         self._lingering: set[int] = set()
         """Storages that were released while something else still holds their memory."""
-        self._absent = np.zeros(len(self._trace.steps))
+        self._absent: list[float] = []
+        """For each step before this one, the bytes that were off the device until the next."""
 
     @property
     def steps(self) -> range:
@@ -149,7 +150,7 @@ class _Walk:
     def reach(self, step: int) -> None:
         """Advance compute to a step; if it is a commit, start its D2H copy."""
         if self.step >= 0:
-            self._absent[self.step] = self.absent_bytes
+            self._absent.append(self.absent_bytes)
             self.clock.compute(self._trace.step_ms[self.step])
         self.step = step
         if self._lingering:
@@ -189,8 +190,8 @@ class _Walk:
 
         Freeing and reloading a storage at the same step would gain nothing.
         """
-        free_step = self._issuer.free_step
-        return all(free_step.get(i, self.step) < self.step for i in self.jobs[number].storages)
+        free_step, step = self._issuer.free_step, self.step
+        return all(free_step.get(item, step) < step for item in self.jobs[number].storages)
 
     def reload(self, number: int) -> None:
         """Start the H2D copy of a group."""
@@ -209,9 +210,9 @@ class _Walk:
 
     def timing(self) -> Timing:
         """Return the result, once all steps are done."""
-        if self.step >= 0:
-            self._absent[self.step] = self.absent_bytes
-        present = self._model.present_bytes - self._absent
+        left = len(self._trace.steps) - len(self._absent)
+        absent = np.array([*self._absent, *[self.absent_bytes] * left])
+        present = self._model.present_bytes - absent
         steps = {
             job.key: (self.free_step[number], self.h2d_step[number])
             for number, job in enumerate(self.jobs)
@@ -222,7 +223,7 @@ class _Walk:
             if ms > 1e-9 * (start_ms + ms):
                 stalled[cause.key] = stalled.get(cause.key, 0.0) + ms
         stall_ms = sum(stall.ms for stall in self.clock.stalls)
-        return Timing(steps, stall_ms, stalled, peak, self._absent)
+        return Timing(steps, stall_ms, stalled, peak, absent)
 
 
 class _Arrangement:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.model import (
     BYTES_PER_MS_AT_1_GB_PER_S,
     Floats,
+    Ints,
     IterationModel,
     Window,
 )
@@ -69,14 +70,11 @@ class LowerBounds:
         self.in_rate = min(h2d * BYTES_PER_MS_AT_1_GB_PER_S, MAX_RATE)
         found = (model.windows[item] for item in model.moving_storages(movable))
         windows: list[Window] = [window for window in found if window is not None]
-        self.first = np.array([window.first for window in windows], int)
-        self.stop = np.array([window.stop for window in windows], int)
-        begin = np.array([window.begin for window in windows], int)
-        nbytes = np.array([window.nbytes for window in windows], float)
-        self.by_begin, self.by_stop = np.argsort(begin), np.argsort(-self.stop)
-        self.begin, self.nbytes = begin, nbytes
+        self.by_begin = _Windows(sorted(windows, key=lambda window: window.begin))
+        self.by_stop = _Windows(sorted(windows, key=lambda window: -window.stop))
         self.start_ms = np.array(model.start_ms)
         self._most_absent = model.most_absent_bytes(movable)
+        self._at: dict[int, _Step] = {}
 
     def lowest_peak_bytes(self, stall_ms: float = math.inf) -> float:
         """Return a lower bound on the device peak of plans that stall for at most this long."""
@@ -102,20 +100,21 @@ class LowerBounds:
         if (present - self._most_absent).max(initial=0.0) > peak_bytes:
             return math.inf
         stalls: list[_Stall] = []
-        for at in self._steps:
-            if present[at.step] > peak_bytes:
-                stalls += at.least_stalls(float(present[at.step]) - peak_bytes)
+        for step in self._steps:
+            if present[step] > peak_bytes:
+                if step not in self._at:
+                    self._at[step] = _Step(self, step)
+                stalls += self._at[step].least_stalls(float(present[step]) - peak_bytes)
         return _most_without_overlap(stalls) * (1 - ROUNDING)
 
     @cached_property
-    def _steps(self) -> list[_Step]:
+    def _steps(self) -> Sequence[int]:
         num_steps = len(self._model.trace.steps)
-        chosen: Collection[int] = range(num_steps)
-        if num_steps > MAX_STEPS:
-            even = np.linspace(0, num_steps - 1, MAX_STEPS * 3 // 4).astype(int)
-            highest = np.argsort(-self._model.present_bytes, kind="stable")[: MAX_STEPS // 4]
-            chosen = sorted({*even.tolist(), *highest.tolist()})
-        return [_Step(self, step) for step in chosen]
+        if num_steps <= MAX_STEPS:
+            return range(num_steps)
+        even = np.linspace(0, num_steps - 1, MAX_STEPS * 3 // 4).astype(int)
+        highest = np.argsort(-self._model.present_bytes, kind="stable")[: MAX_STEPS // 4]
+        return sorted({*even.tolist(), *highest.tolist()})
 
 
 def physical_bound_ms(plan: Plan | Trace) -> float:
@@ -153,27 +152,39 @@ class _Stall(NamedTuple):
     ms: float
 
 
+class _Windows:
+    """Some windows as arrays."""
+
+    def __init__(self, windows: Sequence[Window]) -> None:
+        self.begin = np.array([window.begin for window in windows], int)
+        self._first = np.array([window.first for window in windows], int)
+        self.stop = np.array([window.stop for window in windows], int)
+        self._nbytes = np.array([window.nbytes for window in windows], float)
+
+    def away(self, step: int) -> tuple[Ints, Floats]:
+        """Return those that can be off the device after a step, and the bytes before each."""
+        places = ((self._first <= step) & (self.stop > step)).nonzero()[0]
+        nbytes = self._nbytes[places]
+        return places, nbytes.cumsum() - nbytes
+
+
 class _Step:
     """The storages that can be off the device from one step to the next."""
 
     def __init__(self, bounds: LowerBounds, step: int) -> None:
-        self.step = step
-        away = (bounds.first <= step) & (bounds.stop > step)
         start_ms = bounds.start_ms
-        out = bounds.by_begin[away[bounds.by_begin]]
-        back = bounds.by_stop[away[bounds.by_stop]]
         # The mark by which all must be freed, and the one from which they may be reloaded.
         self._left, self._returns = (step, step + 1) if bounds.at_marks else (step + 1, step)
         # For each commit: the absent bytes that may have committed before it, the time available
         # to the later ones, and the step where that time begins. For each use, the same, and the
         # step where the time ends.
-        self._out_others = _before(bounds.nbytes[out])
-        self._out_ms = start_ms[self._left] - start_ms[bounds.begin[out]]
-        self._commits = bounds.begin[out]
+        out, self._out_others = bounds.by_begin.away(step)
+        self._commits = bounds.by_begin.begin[out]
+        self._out_ms = start_ms[self._left] - start_ms[self._commits]
         self._out_rate = bounds.out_rate
-        self._in_others = _before(bounds.nbytes[back])
-        self._in_ms = start_ms[bounds.stop[back]] - start_ms[self._returns]
-        self._uses = bounds.stop[back]
+        back, self._in_others = bounds.by_stop.away(step)
+        self._uses = bounds.by_stop.stop[back]
+        self._in_ms = start_ms[self._uses] - start_ms[self._returns]
         self._in_rate = bounds.in_rate
         self._step_ms = float(start_ms[step + 1] - start_ms[step])
 
@@ -182,10 +193,10 @@ class _Step:
         if not len(self._commits):
             return []
         late_ms = (absent_bytes - self._out_others) / self._out_rate - self._out_ms
-        most = int(np.argmax(late_ms))
+        most = int(late_ms.argmax())
         out = _Stall(self._left, int(self._commits[most]), float(late_ms[most]))
         late_ms = (absent_bytes - self._in_others) / self._in_rate - self._in_ms
-        most = int(np.argmax(late_ms))
+        most = int(late_ms.argmax())
         back = _Stall(int(self._uses[most]), self._returns, float(late_ms[most]))
         found = [out, back]
         if self._left > self._returns:
@@ -204,8 +215,3 @@ def _most_without_overlap(stalls: Collection[_Stall]) -> float:
         lasts.append(stall.last)
         totals.append(max(totals[-1], before + stall.ms))
     return totals[-1]
-
-
-def _before(nbytes: Floats) -> Floats:
-    """Return the exclusive cumulative sum."""
-    return np.cumsum(nbytes) - nbytes

@@ -24,6 +24,7 @@ from megatron.slipstream.plan.trace import Bandwidth, GroupKey, StepKind, Trace
 BYTES_PER_MS_AT_1_GB_PER_S = 1e6
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 _ACTION_KINDS = tuple(ActionKind)
 

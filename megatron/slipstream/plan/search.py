@@ -141,9 +141,9 @@ def _lowest_as_given(
         late = optional & timing.stalled.keys() & wanted
         if choice.stall_ms <= best.stall_ms and timing.peak_bytes < best.timing.peak_bytes:
             return choice
-        if not late:
-            break
         wanted -= late
+        if not late or wanted == given:
+            break
     return best
 
 
@@ -505,4 +505,5 @@ def _by_time_away(model: IterationModel, movable: Collection[GroupKey]) -> list[
 
 def fitting_groups(model: IterationModel, groups: Collection[GroupKey]) -> frozenset[GroupKey]:
     """Return those of the given groups that have a storage that can move."""
-    return frozenset(job.key for job in model.jobs(groups))
+    storages = model.trace.storages
+    return frozenset(key for i in model.moving_storages(groups) for key in storages[i].holders)
