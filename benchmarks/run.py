@@ -50,14 +50,12 @@ examples:
   python -m benchmarks.run --case dense --engine-option offload_release_lag=2 --name lag2
   python -m benchmarks.run --case graphs_dense --engines graph,graph+offload
   python -m benchmarks.run --case attach_1b --modules 'layers.*.attn+layers.*.mlp'
-  python -m benchmarks.table benchmarks/results/engines.jsonl     table and plots from rows again
+  python -m benchmarks.table benchmarks/results/engines.jsonl     the table from rows again
 
 what is written, to DIR/NAME.*:
   .jsonl            a row per measured iteration, a summary row per way and set of modules, and
                     a row about the machine; what fails leaves a row with its error
   .md               the table, which explains its columns
-  _overhead.png     by how much each way lengthens a step, with the physical bound
-  _tradeoff.png     that against the memory it saves
 
 how long it takes: a way is done when the standard error of its median step is below 0.2% of it,
 but not before --min-iterations, nor after --max-iterations or --seconds-per-variant. Before that

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The table and the plots from rows: ``python -m benchmarks.table FILE.jsonl``. Needs no GPU."""
+"""The table from rows: ``python -m benchmarks.table FILE.jsonl``. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -179,28 +179,18 @@ TITLE = "# Side by side"
 
 
 def write_results(path: Path) -> list[Path]:
-    """Write the table and plots next to a file of rows; return all files, the rows first.
+    """Write the table next to a file of rows; return both files, the rows first.
 
     Raises:
         ValueError: The file has no rows of results.
     """
-    from benchmarks.plots import plot_overhead, plot_tradeoff
-
     rows = read_rows(path)
-    summaries = latest_summaries(rows)
-    if not summaries:
+    if not latest_summaries(rows):
         raise ValueError(f"{path} holds no summary rows; it is not what benchmarks.run wrote")
     table = path.with_suffix(".md")
     title = table.read_text().partition("\n")[0] if table.exists() else TITLE
     table.write_text(render(rows, path.name, title))
-    written = [path, table]
-    measured = [row for row in summaries if row.get("step_ms") is not None]
-    if any(row["engine"] not in FIRST for row in measured):
-        written.append(path.with_name(path.stem + "_overhead.png"))
-        plot_overhead(measured, written[-1])
-        written.append(path.with_name(path.stem + "_tradeoff.png"))
-        plot_tradeoff(measured, written[-1])
-    return written
+    return [path, table]
 
 
 def latest_summaries(rows: Iterable[Row]) -> list[Row]:
