@@ -113,7 +113,8 @@ class Limits:
     the allocator reaches a steady state."""
     max_planning: int = 250
     """Maximum iterations of our engine before those, until its plan is settled: after the first
-    ones it replans up to three times, and tries out the cost of a plan with an overhead limit."""
+    ones it replans up to three times, and tries out the cost of a plan with an overhead limit. An
+    engine that needs more is not timed."""
     planning_seconds: float = 120.0
     """Time limit for those, for each engine of ours."""
     num_memory_iterations: int = 3

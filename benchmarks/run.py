@@ -59,10 +59,10 @@ what is written, to DIR/NAME.*:
 
 how long it takes: a way is done when the standard error of its median step is below 0.2% of it,
 but not before --min-iterations, nor after --max-iterations or --seconds-per-variant. Before that
-our engine plans until its plan is settled, or until --max-planning or --planning-seconds are over
-(then its rows say "is_settled": false). To that add a few seconds a variant for building, warm-up,
+our engine plans until its plan is settled. If --max-planning or --planning-seconds end that before,
+it is not timed, and its row says so. To that add a few seconds a variant for building, warm-up,
 memory and profiles. Where an iteration takes a second, little enough is --min-iterations 3
---max-iterations 3 --memory-iterations 1 --max-planning 12 --figures memory.
+--max-iterations 3 --memory-iterations 1 --figures memory.
 """
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import itertools
 import os
 import time
 import traceback
@@ -110,6 +111,8 @@ class VariantRun:
         self._ways: dict[str, Way] = {}
         self._steps: dict[str, list[Step]] = {}
         self._figures: dict[str, _Figures] = {}
+        self._replanned: set[str] = set()
+        """Ways whose engine planned again while they were timed."""
         self._needed: dict[str, int] = {}
         """Device memory of each way, excluding weights and gradients."""
 
@@ -183,15 +186,37 @@ class VariantRun:
         self._attempt(label, way.on_ready)
 
     def _plan(self, label: str, way: Way, limits: Limits) -> None:
-        """Run iterations until the plan is settled on every rank, or it takes too long."""
+        """Run iterations until the plan is settled on every rank.
+
+        While the engine measures plans, it runs some iterations differently, so their times are not
+        those of a plan. If the limits end it before, the way is left out, with a row that says so;
+        unless no times are written.
+        """
         begin_s = time.perf_counter()
-        for iteration in range(limits.max_planning):
+        for iteration in itertools.count():
             is_settled = not way.is_ours or way.manager.is_settled
-            elapsed_s = maximum_of_ranks(time.perf_counter() - begin_s)
-            if elapsed_s > limits.planning_seconds or maximum_of_ranks(not is_settled) == 0:
+            if maximum_of_ranks(not is_settled) == 0:
                 return
+            elapsed_s = maximum_of_ranks(time.perf_counter() - begin_s)
+            is_late = elapsed_s > limits.planning_seconds
+            if is_late or iteration == limits.max_planning:
+                break
             if self._attempt(label, timed_step, way.run, iteration) is None:
                 return
+        if self._share_a_gpu:
+            return
+        option, limit = "--max-planning", f"{limits.max_planning}"
+        if is_late:
+            option, limit = "--planning-seconds", f"{limits.planning_seconds:g}"
+        self._write_error(
+            label,
+            ValueError(
+                f"{option}={limit} is not supported with this way because its plan is not settled "
+                f"after {iteration} iterations, and times of plans on trial are not its own; set "
+                f"{option} higher"
+            ),
+        )
+        self._ways.pop(label).close()
 
     def _time_rounds(self, limits: Limits, on_round: Callable[[int, str], None]) -> None:
         begin_s = time.perf_counter()
@@ -204,6 +229,9 @@ class VariantRun:
                 is_enough = elapsed_s > limits.seconds or self._is_precise()
                 if round_ + 1 >= limits.min_iterations and is_enough:
                     break
+        for label, way in self._ways.items():
+            if way.is_ours and not way.num_eager_iterations and not way.manager.is_settled:
+                self._replanned.add(label)
 
     def _time_round(self, round_: int) -> None:
         for label in in_turn(list(self._ways), round_):
@@ -291,11 +319,15 @@ class VariantRun:
     def _step_fields(self, label: str) -> dict[str, Any]:
         spread, overhead = spread_of(self._ms(label)), self._overhead(label)
         difference = self._loss_difference(label)
-        differs = difference is not None and not difference <= LOSS_TOLERANCE
+        error = None
+        if label in self._replanned:
+            error = (
+                "the engine planned again while it was timed; its plan was not that of all steps"
+            )
+        if difference is not None and not difference <= LOSS_TOLERANCE:
+            error = f"losses differ from those of {self._first} by {difference:.2g}"
         return {
-            "error": f"losses differ from those of {self._first} by {difference:.2g}"
-            if differs
-            else None,
+            "error": error,
             "num_iterations": len(self._steps[label]),
             "step_ms": spread.median,
             "step_ms_interquartile": spread.interquartile,

@@ -22,6 +22,7 @@ from benchmarks.rows import Row, RowWriter, read_rows
 from benchmarks.variant import VariantRun, _Figures
 from benchmarks.ways import Way
 from benchmarks.worker import EXIT_WAY_FAILED
+from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_trace
@@ -240,33 +241,102 @@ def test_a_short_run_is_made_of_options_that_every_rank_gets(
     assert of_rank == [job]
 
 
+class Planning(SimpleNamespace):
+    """A way of ours that is settled after some iterations."""
+
+    is_ours, num_eager_iterations = True, 0
+
+    def __init__(self, settles_after: int) -> None:
+        super().__init__(steps=0, is_closed=False)
+        self.settles_after = settles_after
+
+    @property
+    def manager(self) -> SimpleNamespace:
+        return SimpleNamespace(is_settled=self.steps >= self.settles_after)
+
+    def run(self, iteration: int) -> list[torch.Tensor]:
+        self.steps += 1
+        return []
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 @pytest.mark.parametrize(
-    ("limits", "settles_after", "expected"),
+    ("limits", "settles_after", "share_a_gpu", "expected", "message"),
     [
-        (Limits(max_planning=5), 3, 3),
-        (Limits(max_planning=5), 9, 5),
-        (Limits(max_planning=50, planning_seconds=0.02), 49, 1),
+        (Limits(max_planning=5), 3, False, 3, None),
+        (Limits(max_planning=5), 5, False, 5, None),
+        (Limits(max_planning=5), 9, False, 5, "set --max-planning higher"),
+        (Limits(planning_seconds=0.02), 49, False, 1, "set --planning-seconds higher"),
+        (Limits(max_planning=5), 9, True, 5, None),
     ],
 )
-def test_planning_ends_when_settled_or_at_its_limits(
-    monkeypatch: pytest.MonkeyPatch, limits: Limits, settles_after: int, expected: int
+def test_an_engine_that_does_not_settle_within_the_limits_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    limits: Limits,
+    settles_after: int,
+    share_a_gpu: bool,
+    expected: int,
+    message: Optional[str],
 ) -> None:
     clock_s = iter(0.015 * number for number in range(200))
     monkeypatch.setattr("benchmarks.variant.time.perf_counter", lambda: next(clock_s))
-    monkeypatch.setattr("benchmarks.variant.maximum_of_ranks", lambda value: value)
-    manager = SimpleNamespace(is_settled=False)
-    steps: list[int] = []
+    monkeypatch.setattr("benchmarks.variant.timed_step", lambda step, number: step(number) or True)
+    path = tmp_path / "rows.jsonl"
+    path.touch()
+    measured = VariantRun(
+        *(find_case("smoke"), Constants(), Variant(("-",)), ("off", "slipstream"), {}),
+        *(RowWriter(path, "run"), None),
+    )
+    measured._share_a_gpu = share_a_gpu
+    way = Planning(settles_after)
+    measured._ways = {"slipstream": way}  # type: ignore[dict-item]
+    measured._plan("slipstream", way, limits)  # type: ignore[arg-type]
+    assert way.steps == expected
+    assert list(measured._ways) == ([] if message else ["slipstream"])
+    assert way.is_closed == bool(message)
+    errors = [row["error"] for row in read_rows(path)]
+    assert len(errors) == bool(message)
+    assert all(str(message) in error and "not settled after" in error for error in errors)
 
-    def attempt(label: str, function: object, run: object, iteration: int) -> str:
-        steps.append(iteration)
-        manager.is_settled = len(steps) == settles_after
-        return "done"
 
-    run_of_variant = VariantRun.__new__(VariantRun)
-    run_of_variant._attempt = attempt  # type: ignore[method-assign]
-    engine = SimpleNamespace(is_ours=True, manager=manager, run=None)
-    run_of_variant._plan("slipstream", engine, limits)  # type: ignore[arg-type]
-    assert len(steps) == expected
+def test_rows_of_an_engine_that_plans_again_while_it_is_timed_say_so(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    ways = {"off": Constant("off", 1.0), "slipstream": Constant("slipstream", 1.0)}
+    measured = VariantRun(
+        find_case("smoke"),
+        Constants(),
+        Variant(("-",)),
+        tuple(ways),
+        {},
+        RowWriter(path, "r"),
+        None,
+    )
+    measured._ways = dict(ways)
+    ways["slipstream"].is_ours, ways["slipstream"].manager = True, SimpleNamespace(is_settled=False)
+    measured._time_rounds(Limits(min_iterations=2, max_iterations=2), lambda *_: None)
+    assert measured._step_fields("off")["error"] is None
+    assert "planned again while it was timed" in measured._step_fields("slipstream")["error"]
+
+
+def test_the_command_does_not_time_a_plan_that_is_not_settled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Its ranks are forked.
+    monkeypatch.setattr(Tuner, "is_settled", lambda *_: False)
+    result = benchmark(
+        *"--case smoke --modules core_attn+attn_proj --engines slipstream --figures memory".split(),
+        *f"--max-planning 3 --max-iterations 10 --output {tmp_path}".split(),
+    )
+    assert result.returncode == 0, result.stderr
+    rows = read_rows(tmp_path / "engines.jsonl")
+    found = summaries(rows)
+    assert "set --max-planning higher" in found["slipstream", 0]["error"]
+    assert "step_ms" not in found["slipstream", 0]
+    assert found["off", 0]["step_ms"] > 0
+    assert {row["engine"] for row in rows if row["kind"] == "iteration"} == {"off"}
 
 
 # Ranks that share a GPU.
@@ -293,7 +363,7 @@ def test_ranks_that_share_a_gpu_are_measured_for_memory_only(
 @pytest.mark.parametrize("share_a_gpu", [False, True])
 def test_no_time_is_told_of_ranks_that_share_a_gpu(share_a_gpu: bool, tmp_path: Path) -> None:
     measured = VariantRun.__new__(VariantRun)
-    measured._share_a_gpu = share_a_gpu
+    measured._share_a_gpu, measured._replanned = share_a_gpu, set()
     measured._case, measured._first, measured._needed = find_case("smoke_pp2"), "off", {}
     measured._variant = Variant(("core_attn",))
     measured._options, measured._rank = {"off": {}}, 0
