@@ -226,7 +226,7 @@ def _classes(rank: int, world_size: int, port: int) -> list[tuple[str, bool, boo
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron.slipstream.integration.graphs.graph_layers import (
-        GraphOffloadMixin,
+        GraphedMixin,
         offload_in_graphs,
     )
 
@@ -243,7 +243,7 @@ def _classes(rank: int, world_size: int, port: int) -> list[tuple[str, bool, boo
 
         def note(layer: Any) -> None:
             kind = type(layer)
-            is_own, takes_part = issubclass(kind, OwnLayer), issubclass(kind, GraphOffloadMixin)
+            is_own, takes_part = issubclass(kind, OwnLayer), issubclass(kind, GraphedMixin)
             found.append((kind.__name__, is_own, takes_part))
 
         note(layer)
@@ -269,7 +269,7 @@ def test_a_layer_of_a_framework_keeps_what_it_has() -> None:
     (found,) = run_ranks(1, _classes)
     assert found == [
         ("OwnLayer", True, False),
-        ("GraphOffloadOwnLayer", True, True),
+        ("GraphedOwnLayer", True, True),
         ("OwnLayer", True, False),
     ]
 
@@ -283,7 +283,7 @@ def test_captured_layers_compute_what_eager_ones_do(
     ((equal, moved, kinds, events),) = run_ranks(1, _compare, scope, backend, is_stock)
     assert all(equal), equal
     assert len(equal) > 6
-    assert all("GraphOffload" in kind for kind in kinds)
+    assert kinds == {"GraphedTransformerLayer" if is_stock else "GraphOffloadTransformerLayer"}
     # All layers but the last one's, whose backward follows.
     assert [moved[name] for name in ("core_attn", "qkv_linear", *MLP_MODULES)] == [2] * 5
     # Other streams may continue before the graph's own copies are joined to its end.

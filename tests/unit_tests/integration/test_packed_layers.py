@@ -14,11 +14,9 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron.slipstream.integration.graphs.graph_layers import GraphedMixin
 from megatron.slipstream.integration.graphs.packed_layer_capture import ONE_SIZE
-from megatron.slipstream.integration.graphs.packed_layer_graphs import (
-    PackedGraphMixin,
-    PackedLayers,
-)
+from megatron.slipstream.integration.graphs.packed_layer_graphs import PackedLayers
 
 OFFSETS = "packed_seq_params_cu_seqlens_q"
 
@@ -134,7 +132,7 @@ class _Graph(torch.autograd.Function):
         return ctx.gradient, None
 
 
-class Layer(PackedGraphMixin, MegatronsLayer):  # type: ignore[misc]
+class Layer(GraphedMixin, MegatronsLayer):  # type: ignore[misc]
     captures_attention = True
 
 

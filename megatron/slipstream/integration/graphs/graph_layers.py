@@ -16,8 +16,9 @@ module when their model is first called with gradients, before any capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Optional
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
@@ -34,89 +35,147 @@ from megatron.slipstream.integration.graphs.graph_goals import warn_of_untimed_p
 from megatron.slipstream.integration.seam import compat, model_router
 from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
 from megatron.slipstream.integration.seam.specs import replace_classes
+from megatron.slipstream.model_rules import graphed_modules
 from megatron.slipstream.patches.releases import is_since
 from megatron.slipstream.rules import require
 
+if TYPE_CHECKING:
+    from megatron.slipstream.integration.graphs.packed_layer_graphs import PackedLayers
 
-class GraphOffloadMixin(torch.nn.Module):
-    """Mixin for megatron-core's graphable modules: orders their graphs with the engine's copies."""
+
+class GraphedMixin(torch.nn.Module):
+    """Mixin for megatron-core's graphable layers, on the three methods that capture and replay.
+
+    It orders the layer's graphs with the engine's copies, and supports packed sequences in them.
+    """
 
     config: Any
     layer_number: int
     cuda_graphs: list[Any]
+    offloads = False
+    """Whether it notifies the engine of its captures and replays."""
+    find_engine: Optional[Callable[[], model_router.RoutedManager]] = None
+    """Returns the layer's engine; set when the model is first called with gradients."""
+    packed: Optional[PackedLayers] = None
+    """The layers of its chunk in graphs of packed sequences; None if it does not support them."""
+    _vp_stage = 0
+    _graph_event: Optional[torch.cuda.Event] = None
+    """Recorded in each graph of the layer once only copies remain."""
+    _inputs_now: Optional[Mapping[str, torch.Tensor]] = None
+    """Static inputs of the running replay."""
+    _mask_now: Optional[torch.Tensor] = None
+    """The padding mask of the running capture or replay; megatron-core does not pass it on."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.take_part(options.get("vp_stage") or 0)
+    @functools.cached_property
+    def captures_attention(self) -> bool:
+        """Whether attention is in the layer's graphs."""
+        parts = graphed_modules(self.config)
+        return not parts or "attn" in parts
 
-    def take_part(self, vp_stage: int) -> None:
-        """Set up this layer to notify the engine of its captures.
-
-        Args:
-            vp_stage: Index of its model chunk.
-        """
-        self._vp_stage = vp_stage
-        self.find_engine: Callable[[], model_router.RoutedManager] | None = None
-        """Returns the layer's engine; set when the model is first called with gradients."""
-        self._graph_event: Optional[torch.cuda.Event] = None
-        """Recorded in each graph of the layer once only copies remain."""
+    def enable_offload(self, vp_stage: int) -> None:
+        """Make this layer of model chunk ``vp_stage`` notify the engine of its captures."""
+        self.offloads, self._vp_stage, self._graph_event = True, vp_stage, None
         compat.unmark_norms_at_graph_edges(self)
 
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """Run the layer's own forward; the first calls record the arguments to capture."""
+        if self.packed is not None and self.training and torch.is_grad_enabled():
+            hidden = arguments[0] if arguments else options["hidden_states"]
+            self.packed.learn(self, hidden, _without_hidden(options))
+        return super().forward(*arguments, **options)
+
     def _set_offload_modules(self) -> None:
+        if isinstance(self, MambaLayer):
+            return  # It has no offload marks.
         super()._set_offload_modules()  # type: ignore[misc]
         # Disable megatron-core's own event records and waits: ours surround the whole layer, in
         # every release, whichever part of it is captured.
         self.offload_module_in_cuda_graph = False
 
-    def _te_cuda_graph_capture(self, *arguments: Any, **options: Any) -> Any:
-        capture = super()._te_cuda_graph_capture  # type: ignore[misc]
+    def _should_call_te_cudagraph(self, *arguments: Any, **options: Any) -> bool:
+        if self.packed is not None and not torch.is_grad_enabled():
+            return False  # A pass without backward would use the graphs of one in flight.
+        return bool(super()._should_call_te_cudagraph(*arguments, **options))  # type: ignore[misc]
+
+    def _forward_mlp(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if self._mask_now is not None:
+            options.setdefault("padding_mask", self._mask_now)
+        return super()._forward_mlp(hidden_states, *arguments, **options)  # type: ignore[misc]
+
+    # Capture
+
+    def _te_cuda_graph_capture(self, *arguments: Any, **inputs: Any) -> Any:
         manager = _engine_of(self)
         if manager is None:
-            return capture(*arguments, **options)
+            return self._run_captured(*arguments, **inputs)
         with model_router.marks_go_to(manager):
-            return self._capture(manager, capture, *arguments, **options)
-
-    def _capture(
-        self,
-        manager: model_router.RoutedManager,
-        capture: Callable[..., Any],
-        *arguments: Any,
-        **options: Any,
-    ) -> Any:
-        if not manager.store.backend.is_capturing():
+            if manager.store.backend.is_capturing():
+                return self._capture(manager, *arguments, **inputs)
             # Transformer Engine is warming up: copies would be useless.
             open_graphs(self)
             with manager.suspended():
-                outputs = capture(*arguments, **options)
+                outputs = self._run_captured(*arguments, **inputs)
             manager.graphs.reserve()
             return outputs
+
+    def _capture(self, manager: model_router.RoutedManager, *arguments: Any, **inputs: Any) -> Any:
         if self._graph_event is None:
             self._graph_event = torch.cuda.Event(external=True)
         record = self._graph_event.record
-        inputs = [item for item in (*arguments, *options.values()) if torch.is_tensor(item)]
-        graphed = manager.graphs.begin_forward(self._vp_stage, self.layer_number, inputs)
+        tensors = [item for item in (*arguments, *inputs.values()) if torch.is_tensor(item)]
+        graphed = manager.graphs.begin_forward(self._vp_stage, self.layer_number, tensors)
         try:
-            outputs = tuple(capture(*arguments, **options))
+            outputs = tuple(self._run_captured(*arguments, **inputs))
         finally:
             manager.graphs.end_forward(record)
         return _mark_backward(outputs, manager, graphed, record)
 
+    def _run_captured(self, *arguments: Any, **inputs: Any) -> Any:
+        """Run what the graph contains, with the arguments that its static inputs stand for."""
+        run = super()._te_cuda_graph_capture  # type: ignore[misc]
+        if self.packed is None or not self.packed.has_learned(self):
+            return run(*arguments, **inputs)
+        options = self.packed.captured_arguments(self, inputs)
+        before, self._mask_now = self._mask_now, options.get("padding_mask")
+        try:
+            return run(*arguments, **(options if self.captures_attention else {}))
+        finally:
+            self._mask_now = before
+
+    # Replay
+
     def _te_cuda_graph_replay(self, *arguments: Any, **options: Any) -> Any:
-        outputs = super()._te_cuda_graph_replay(*arguments, **options)  # type: ignore[misc]
+        replay = super()._te_cuda_graph_replay  # type: ignore[misc]
+        if self.packed is None or not self.packed.is_captured:
+            outputs = replay(*arguments, **options)
+        else:
+            outputs = self._replay_packed(self.packed, replay, *arguments, **options)
         manager = _engine_of(self)
         if manager is not None:
-            manager.graphs.note_replay(self._replayed_graph())
-        # Copies may be delayed until the next graph launch (delay_offload_until_cuda_graph): none
-        # follows the last graph.
-        if manager is not None and manager.graphs.is_last(self._vp_stage, self.layer_number):
-            manager.flush_delayed_groups()
+            number = getattr(self, "current_microbatch", 0) % len(self.cuda_graphs)
+            size = ONE_SIZE if self.packed is None else self.packed.size
+            graph = GraphId(self._vp_stage, self.layer_number, number, size)
+            manager.graphs.note_replay(graph)
+            # Copies may be delayed until the next graph launch (delay_offload_until_cuda_graph):
+            # none follows the last graph.
+            if manager.graphs.is_last(self._vp_stage, self.layer_number):
+                manager.flush_delayed_groups()
         return outputs
 
-    def _replayed_graph(self) -> GraphId:
-        """Return the graph replayed last, which megatron-core chooses in this way."""
-        number = getattr(self, "current_microbatch", 0) % len(self.cuda_graphs)
-        size = getattr(self, "replayed_size", ONE_SIZE)
-        return GraphId(self._vp_stage, self.layer_number, number, size)
+    def _replay_packed(
+        self, packed: PackedLayers, replay: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
+        call = _without_hidden(options)
+        if packed.sends_gradient(self):
+            arguments, options = _with_hidden(arguments, options, _CopiedGradient.apply)
+        self._inputs_now = packed.load(self, call)
+        self._mask_now = call.get("padding_mask")
+        if self.captures_attention:  # Otherwise megatron-core runs it before the graph.
+            options = {name: options[name] for name in options if name == "hidden_states"}
+        try:
+            return replay(*arguments, **options)
+        finally:
+            self._inputs_now = self._mask_now = None
 
     def _get_te_cuda_graph_replay_args(
         self, *arguments: Any, **options: Any
@@ -124,6 +183,7 @@ class GraphOffloadMixin(torch.nn.Module):
         positional, named = super()._get_te_cuda_graph_replay_args(  # type: ignore[misc]
             *arguments, **options
         )
+        named = {**named, **(self._inputs_now or {})}
         manager = _engine_of(self)
         # All graphs or none: they share memory, so one stream must order them.
         if manager is not None and manager.graphs.moves_anything:
@@ -132,23 +192,24 @@ class GraphOffloadMixin(torch.nn.Module):
         return positional, named
 
 
-class GraphOffloadTransformerLayer(GraphOffloadMixin, TransformerLayer):
+class _OffloadsFromTheStart(GraphedMixin):
+    """Mixin for layers that a spec builds: they offload in their graphs."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.enable_offload(options.get("vp_stage") or 0)
+
+
+class GraphOffloadTransformerLayer(_OffloadsFromTheStart, TransformerLayer):
     """A ``TransformerLayer`` that also offloads inside its CUDA graphs."""
 
 
-class GraphOffloadMoETransformerLayer(GraphOffloadMixin, MoETransformerLayer):
+class GraphOffloadMoETransformerLayer(_OffloadsFromTheStart, MoETransformerLayer):
     """The same for the expert layers of a ``HybridModel``."""
 
 
-class GraphOffloadMambaMixin(GraphOffloadMixin):
-    """Mixin for ``MambaLayer``: orders the replay of its graphs with those of other layers."""
-
-    def _set_offload_modules(self) -> None:
-        """Do nothing: the layer has no offload marks."""
-
-
-class GraphOffloadMambaLayer(GraphOffloadMambaMixin, MambaLayer):
-    """A ``MambaLayer`` with :class:`GraphOffloadMambaMixin`."""
+class GraphOffloadMambaLayer(_OffloadsFromTheStart, MambaLayer):
+    """A ``MambaLayer`` whose graphs are replayed in order with those of other layers."""
 
 
 def with_graph_offloading(spec: Any) -> Any:
@@ -182,30 +243,30 @@ def offload_in_graphs(
     for layer in chunk.modules():
         if not isinstance(layer, (TransformerLayer, MambaLayer)):
             continue
-        if not isinstance(layer, GraphOffloadMixin):
-            undo += _take_part(layer, stage)
+        if not isinstance(layer, GraphedMixin):
+            undo.append(convert(layer, GraphedMixin))
+        if not layer.offloads:
+            marks = {name: vars(layer)[name] for name in _MARKS if name in vars(layer)}
+            if is_since("0.19"):
+                layer._set_offload_modules()
+            layer.enable_offload(stage)
+            undo.append(undo_on(layer, functools.partial(_disable_offload, marks)))
         layer.find_engine = find_engine
         undo.append(undo_on(layer, _forget_engine))
     return undo
-
-
-def _forget_engine(layer: Any) -> None:
-    layer.find_engine = None
 
 
 _MARKS = ("offload_attn_norm", "offload_mlp_norm", "offload_module_in_cuda_graph")
 """Attributes of a layer that depend on whether it offloads in its graphs."""
 
 
-def _take_part(layer: Any, stage: int) -> list[Callable[[], None]]:
-    """Convert one layer; return functions that undo it."""
-    marks = {name: vars(layer)[name] for name in _MARKS if name in vars(layer)}
-    is_mamba = isinstance(layer, MambaLayer)
-    undo = convert(layer, GraphOffloadMambaMixin if is_mamba else GraphOffloadMixin)
-    if is_since("0.19") and not is_mamba:
-        layer._set_offload_modules()
-    layer.take_part(stage)
-    return [undo, undo_on(layer, lambda layer: vars(layer).update(marks))]
+def _disable_offload(marks: Mapping[str, Any], layer: Any) -> None:
+    layer.offloads = False
+    vars(layer).update(marks)
+
+
+def _forget_engine(layer: Any) -> None:
+    layer.find_engine = None
 
 
 def open_graphs(
@@ -235,10 +296,9 @@ def open_graphs(
 
 def _engine_of(layer: Any) -> Optional[model_router.RoutedManager]:
     """Return the engine of the layer's model, or None if it has none."""
-    if not layer.config.fine_grained_activation_offloading:
+    if not (layer.offloads and layer.config.fine_grained_activation_offloading):
         return None
-    current = model_router.installed()
-    find = getattr(layer, "find_engine", None)
+    current, find = model_router.installed(), layer.find_engine
     return current if current is None or find is None else find()
 
 
@@ -282,3 +342,32 @@ def _mark_backward(
             marked = _BackwardGraph.apply(output, manager, graphed, record)
             return (*outputs[:index], marked, *outputs[index + 1 :])
     return outputs
+
+
+class _CopiedGradient(torch.autograd.Function):
+    """Identity that copies its gradient out of the graphs' memory.
+
+    The gradient is sent to the previous stage, and the send may still run when the next micro-batch
+    uses the set of graphs that owns the memory.
+    """
+
+    @staticmethod
+    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(_: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0].clone()
+
+
+def _with_hidden(
+    arguments: tuple[Any, ...], options: dict[str, Any], change: Callable[..., torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a layer's arguments with ``change`` applied to the hidden states."""
+    if arguments:
+        return (change(arguments[0]), *arguments[1:]), options
+    return arguments, {**options, "hidden_states": change(options["hidden_states"])}
+
+
+def _without_hidden(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "hidden_states"}

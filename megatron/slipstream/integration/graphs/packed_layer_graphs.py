@@ -40,11 +40,11 @@ from megatron.slipstream.chunk_graphs.static_arguments import (
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.integration.graphs.cp_graph_inputs import DynamicSizes
+from megatron.slipstream.integration.graphs.graph_layers import GraphedMixin
 from megatron.slipstream.integration.graphs.packed_layer_capture import capture, delete
 from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables
 from megatron.slipstream.integration.packed.context_parallel_groups import context_parallel_groups
-from megatron.slipstream.integration.seam.layer_classes import convert
-from megatron.slipstream.model_rules import graphed_modules
+from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
 
@@ -331,109 +331,6 @@ def _is_same(left: StaticArguments, right: StaticArguments) -> bool:
     return left.rest == right.rest and list(map(id, left.tensors)) == list(map(id, right.tensors))
 
 
-class PackedGraphMixin(torch.nn.Module):
-    """Mixin for megatron-core's layers that supports packed sequences in their graphs."""
-
-    config: Any
-    packed: PackedLayers
-    _inputs_now: Optional[Tensors] = None
-    """Static inputs of the running replay."""
-    _mask_now: Optional[torch.Tensor] = None
-    """The padding mask of the running capture or replay; megatron-core does not pass it on."""
-
-    @property
-    def replayed_size(self) -> int:
-        """The context-parallel size of the graph replayed last: see ``GraphId``."""
-        return self.packed.size
-
-    @functools.cached_property
-    def captures_attention(self) -> bool:
-        """Whether attention is in the layer's graphs."""
-        parts = graphed_modules(self.config)
-        return not parts or "attn" in parts
-
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        """Run the layer's own forward; the first calls record the arguments to capture."""
-        if self.training and torch.is_grad_enabled():
-            hidden = arguments[0] if arguments else options["hidden_states"]
-            self.packed.learn(self, hidden, _without_hidden(options))
-        return super().forward(*arguments, **options)
-
-    def _should_call_te_cudagraph(self, *arguments: Any, **options: Any) -> bool:
-        # A pass without backward would use the graphs of a micro-batch in flight.
-        should = super()._should_call_te_cudagraph  # type: ignore[misc]
-        return torch.is_grad_enabled() and bool(should(*arguments, **options))
-
-    def _forward_mlp(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        if self._mask_now is not None:
-            options.setdefault("padding_mask", self._mask_now)
-        return super()._forward_mlp(hidden_states, *arguments, **options)  # type: ignore[misc]
-
-    def _te_cuda_graph_capture(self, *arguments: Any, **inputs: Any) -> Any:
-        capture = super()._te_cuda_graph_capture  # type: ignore[misc]
-        if not self.packed.has_learned(self):
-            return capture(*arguments, **inputs)
-        options = self.packed.captured_arguments(self, inputs)
-        before, self._mask_now = self._mask_now, options.get("padding_mask")
-        try:
-            return capture(*arguments, **(options if self.captures_attention else {}))
-        finally:
-            self._mask_now = before
-
-    def _te_cuda_graph_replay(self, *arguments: Any, **options: Any) -> Any:
-        replay = super()._te_cuda_graph_replay  # type: ignore[misc]
-        if not self.packed.is_captured:
-            return replay(*arguments, **options)
-        call = _without_hidden(options)
-        if self.packed.sends_gradient(self):
-            arguments, options = _with_hidden(arguments, options, _CopiedGradient.apply)
-        self._inputs_now = self.packed.load(self, call)
-        self._mask_now = call.get("padding_mask")
-        if self.captures_attention:  # Otherwise megatron-core runs it before the graph.
-            options = {name: options[name] for name in options if name == "hidden_states"}
-        try:
-            return replay(*arguments, **options)
-        finally:
-            self._inputs_now = self._mask_now = None
-
-    def _get_te_cuda_graph_replay_args(
-        self, *arguments: Any, **options: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        positional, named = super()._get_te_cuda_graph_replay_args(  # type: ignore[misc]
-            *arguments, **options
-        )
-        return positional, {**named, **(self._inputs_now or {})}
-
-
-class _CopiedGradient(torch.autograd.Function):
-    """Identity that copies its gradient out of the graphs' memory.
-
-    The gradient is sent to the previous stage, and the send may still run when the next micro-batch
-    uses the set of graphs that owns the memory.
-    """
-
-    @staticmethod
-    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(_: Any, *grad_outputs: Any) -> Any:
-        return grad_outputs[0].clone()
-
-
-def _with_hidden(
-    arguments: tuple[Any, ...], options: dict[str, Any], change: Callable[..., torch.Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a layer's arguments with ``change`` applied to the hidden states."""
-    if arguments:
-        return (change(arguments[0]), *arguments[1:]), options
-    return arguments, {**options, "hidden_states": change(options["hidden_states"])}
-
-
-def _without_hidden(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "hidden_states"}
-
-
 def with_packed_layer_graphs(
     chunks: Sequence[torch.nn.Module], limits: Optional[RankLimits] = None
 ) -> list[torch.nn.Module]:
@@ -471,7 +368,13 @@ def take_packed_sequences(
             sizes = DynamicSizes(model, limits, context_parallel_groups(limits))
         packed = PackedLayers(model, sizes)
         for layer in model.decoder.layers:
-            if isinstance(layer, TransformerLayer) and not isinstance(layer, PackedGraphMixin):
-                undo.append(convert(layer, PackedGraphMixin))
+            if isinstance(layer, TransformerLayer) and getattr(layer, "packed", None) is None:
+                if not isinstance(layer, GraphedMixin):
+                    undo.append(convert(layer, GraphedMixin))
                 layer.packed = packed
+                undo.append(undo_on(layer, _forget_packed))
     return undo
+
+
+def _forget_packed(layer: Any) -> None:
+    layer.packed = None
