@@ -172,7 +172,7 @@ def compare_layers(
         actual, _ = _train(graphed, counts, False, {}, None, offload_modules, layers)
         found = LayersReplayed(
             difference=first_difference(expected, actual),
-            num_sets=sum(len(packed.pools) for packed in layers.packed),
+            num_sets=sum(len(packed.sets) for packed in layers.packed),
             num_host_pools=0 if engine is None else len(engine.graphs.pools),
             moved_bytes=moved_by_graphs(engine),
             reported_bytes=(
@@ -403,8 +403,8 @@ class Poison:
             if torch.is_grad_enabled():
                 self.num_filled += 1
                 for packed in of_chunks:
-                    for pool in packed.pools if use_gpu() else ():
-                        self._fill_pool(pool)
+                    for memory in packed.sets if use_gpu() else ():
+                        self._fill_pool(memory.pool)
             return forward(*arguments, **options)
 
         block.forward = poisoned

@@ -69,6 +69,26 @@ class CpSizes(Protocol):
         """
 
 
+def together(sizes: Optional[CpSizes], size: int, step: Callable[[], None]) -> None:
+    """Run a step; raise on every rank if it fails on one: [Note: All ranks capture together].
+
+    Args:
+        sizes: The sizes of micro-batches; None if there is only one. Then no rank waits for
+            others, and one that fails ends the training.
+        size: The size that is run or captured.
+        step: The step.
+    """
+    if sizes is None:
+        step()
+        return
+    error: Optional[Exception] = None
+    try:
+        step()
+    except Exception as raised:
+        error = raised
+    sizes.agree(size, error)
+
+
 class GraphBank:
     """Runs one model chunk: eagerly at first, then with the graphs of each micro-batch's size.
 
@@ -172,9 +192,9 @@ class GraphBank:
             with backend.session():
                 for size in self._graphs:
                     prepare = partial(self._prepare, size, sample, arguments, memories)
-                    self._together(size, prepare)
+                    together(self._sizes, size, prepare)
                 for size, graphs in self._graphs.items():
-                    self._together(size, graphs.record)
+                    together(self._sizes, size, graphs.record)
         except BaseException:
             for graphs in self._graphs.values():
                 graphs.delete()
@@ -188,13 +208,5 @@ class GraphBank:
         memories: Sequence[SlotMemory],
     ) -> None:
         resized = StaticArguments.flatten(self._sizes.arguments_of(arguments, size))
-        together = partial(self._together, size)
-        self._graphs[size].prepare(sample, resized, memories, together)
-
-    def _together(self, size: int, step: Callable[[], None]) -> None:
-        error: Optional[Exception] = None
-        try:
-            step()
-        except Exception as raised:
-            error = raised
-        self._sizes.agree(size, error)
+        of_size = partial(together, self._sizes, size)
+        self._graphs[size].prepare(sample, resized, memories, of_size)

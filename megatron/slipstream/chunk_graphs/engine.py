@@ -36,7 +36,7 @@ from megatron.slipstream.chunk_graphs.offloading import PlannedPass
 from megatron.slipstream.chunk_graphs.replay import Replay, Slot, SlotAllocation
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 from megatron.slipstream.chunk_graphs.static_arguments import (
-    FastMatch,
+    CapturedCall,
     StaticArguments,
     TensorFacts,
 )
@@ -51,11 +51,6 @@ eager passes, which may be several times slower."""
 
 Together = Callable[[Callable[[], None]], None]
 """Runs a step that may fail, and raises on every rank if it fails on one."""
-
-
-def _alone(step: Callable[[], None]) -> None:
-    """Run a step for graphs of one size, where a failing rank ends the training."""
-    step()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +110,7 @@ class ChunkGraphs:
         self._sample: Optional[torch.Tensor] = None
         self._arguments: Optional[StaticArguments] = None
         """Arguments, other than hidden states, of an eager micro-batch; None before it ran."""
-        self._fast_match: Optional[FastMatch] = None
+        self._call: Optional[CapturedCall] = None
         """Matches calls to replay."""
         self._slots: list[Slot] = []
         self._addresses: tuple[int, ...] = ()
@@ -182,7 +177,7 @@ class ChunkGraphs:
         self._slots = []
         self._num_iterations = 0
         self._sample = self._arguments = self._constants = self._prepared = None
-        self._fast_match = None
+        self._call = None
 
     def __call__(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         """Run one micro-batch's forward pass.
@@ -238,7 +233,7 @@ class ChunkGraphs:
         sample: torch.Tensor,
         arguments: StaticArguments,
         memories: Sequence[SlotMemory],
-        together: Together = _alone,
+        together: Together = lambda step: step(),
     ) -> None:
         """Run the passes to capture, and check that they fit; call in a session of the backend.
 
@@ -291,7 +286,7 @@ class ChunkGraphs:
             put_back()
         held_bytes = self._backend.held_bytes() - held_bytes
         self._slots = slots
-        self._fast_match = FastMatch(self._arguments)
+        self._call = CapturedCall(self._arguments)
         self._sample = None
         self._addresses = self._current_addresses()
         self.figures = CaptureFigures(
@@ -426,17 +421,13 @@ class ChunkGraphs:
         self, hidden: torch.Tensor, arguments: Mapping[str, Any]
     ) -> Sequence[torch.Tensor]:
         """Return a call's tensors except hidden states; raise if it differs from the capture."""
-        assert self._arguments is not None
-        assert self._fast_match is not None
+        assert self._call is not None
         static = self._slots[0].hidden
         is_same = static.shape == hidden.shape and static.dtype == hidden.dtype
-        tensors = self._fast_match.tensors(arguments)
+        tensors = self._call.tensors_of(arguments)
         if is_same and tensors is not None:
             return tensors
-        call = StaticArguments.flatten(arguments)
-        if is_same and self._arguments.matches(call):
-            return call.tensors
-        differences = self._arguments.differences(call)
+        differences = self._call.differences(arguments)
         if not is_same:
             was, now = TensorFacts.of(static), TensorFacts.of(hidden)
             differences.insert(0, f"hidden_states was {was} and is {now}")

@@ -2,14 +2,14 @@
 
 """The memory of one micro-batch in flight, shared by graphs that are used one at a time.
 
-A bank has a slot for each context-parallel size in every slot memory. A micro-batch takes the
-memory, and with it the slot of its size, so the graphs of the other sizes there are idle until its
-backward has been launched.
+A bank has graphs of each context-parallel size in every slot memory. A micro-batch takes the
+memory, and with it the graphs of its size, so those of the other sizes there are idle until its
+backward has been launched. The graphs of a chunk's layers use it in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
 import torch
@@ -25,21 +25,26 @@ copy. Larger ones are copied faster one by one."""
 
 
 class Static:
-    """A tensor that graphs read, and the last tensor that was copied to it."""
+    """A tensor that graphs read, and the last tensor that was copied to it.
 
-    def __init__(self, like: torch.Tensor) -> None:
-        self.tensor = like.detach().clone()
-        self.source: Optional[torch.Tensor] = None
-        self.version = 0
+    Args:
+        like: Gives its shape, dtype, device and first contents.
+        is_shared: Whether it is that tensor itself.
+    """
+
+    def __init__(self, like: torch.Tensor, is_shared: bool = False) -> None:
+        self.tensor = like if is_shared else like.detach().clone()
+        self.source: Optional[torch.Tensor] = like if is_shared else None
+        self.version = like._version
         is_small = self.tensor.nbytes <= MAX_SMALL_BYTES
         self.words = _as_words(self.tensor) if is_small else None
         """Its memory as int32; None if that is impossible, or the tensor is large."""
 
 
 class StaticInputs:
-    """The static inputs of a slot's graphs, in the order of a call's tensors."""
+    """The static inputs of graphs, in the order of a call's tensors."""
 
-    def __init__(self, statics: Sequence[Static]) -> None:
+    def __init__(self, statics: Iterable[Static]) -> None:
         self._statics = tuple(statics)
 
     def renew(self, sources: Sequence[torch.Tensor]) -> None:
@@ -117,14 +122,15 @@ class SlotMemory:
             self.host_pool.close()
             self.host_pool = None
 
-    def static(self, name: str, like: torch.Tensor) -> Static:
+    def static(self, name: str, like: torch.Tensor, is_shared: bool = False) -> Static:
         """Return the static input of that name; graphs with equal inputs share it.
 
         Args:
             name: Name of the argument.
-            like: Gives its shape, dtype, device and first contents.
+            like: See :class:`Static`.
+            is_shared: See there.
         """
         key = (name, TensorFacts.of(like))
         if key not in self._statics:
-            self._statics[key] = Static(like)
+            self._statics[key] = Static(like, is_shared)
         return self._statics[key]

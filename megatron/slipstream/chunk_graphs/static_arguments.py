@@ -204,6 +204,26 @@ class FastMatch:
         return tensors
 
 
+class CapturedCall:
+    """A call that graphs are captured with; replayed calls must match it."""
+
+    def __init__(self, arguments: StaticArguments) -> None:
+        self.arguments = arguments
+        self._fast_match = FastMatch(arguments)
+
+    def tensors_of(self, arguments: Mapping[str, Any]) -> Optional[Sequence[torch.Tensor]]:
+        """Return the tensors of a call with these arguments; None if it does not match."""
+        tensors = self._fast_match.tensors(arguments)
+        if tensors is not None:
+            return tensors
+        call = StaticArguments.flatten(arguments)
+        return call.tensors if self.arguments.matches(call) else None
+
+    def differences(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return in what a call with these arguments differs; empty if it matches."""
+        return self.arguments.differences(StaticArguments.flatten(arguments))
+
+
 _CONTAINERS = (Mapping, tuple, list)
 
 

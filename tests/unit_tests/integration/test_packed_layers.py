@@ -14,8 +14,10 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron.slipstream.chunk_graphs.backend import Tail
+from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.integration.graphs.graph_layers import GraphedMixin
-from megatron.slipstream.integration.graphs.packed_layer_capture import ONE_SIZE
 from megatron.slipstream.integration.graphs.packed_layer_graphs import PackedLayers
 
 OFFSETS = "packed_seq_params_cu_seqlens_q"
@@ -36,13 +38,13 @@ def captured(*layers: Any, num_sets: int = 1, pre_process: bool = True) -> Packe
     packed, learned = PackedLayers(model), arguments(4)
     for layer in layers:
         packed.learn(layer, torch.ones(8, 1, 4), learned)
-    packed.begin_capture(layers, [None] * num_sets)
+    packed.begin_capture(layers, [SlotMemory(None, Tail()) for _ in range(num_sets)])
 
     def make_graphs(*_: Any, sample_kwargs: list[Mapping[str, Any]], **options: Any) -> Any:
         return sample_kwargs
 
-    packed.capture_size(ONE_SIZE, layers, lambda _: {}, make_graphs)
-    packed.end_capture(layers)
+    packed.capture_size(ONE_SIZE, make_graphs)
+    packed.end_capture()
     return packed
 
 
