@@ -55,15 +55,13 @@ def short_name(variant: str) -> str:
 
 COMPARISONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "engines": ("off", "megatron", "slipstream", "copies"),
+        "engines": ("off", "megatron", "slipstream"),
         "layer_graphs": (
             *("eager", "eager+offload", "graph", "graph+offload", "graph+offload+delayed"),
             "graph+megatron",  # the engine that is not ours is captured last
         ),
         "chunk_graphs": ("eager", "stock", "layer", "chunk", "chunk+offload"),
-        "graph_bank": ("eager", "bank", "fixed", "fixed+graph"),
         "budgets": ("off", "slipstream"),
-        "attached": ("plain", "attach", "torchtune", "trl", "save_on_cpu"),
     }
 )
 """Ways to run a case that are compared, by the module of this folder that builds them. All are
@@ -134,14 +132,12 @@ HOST = {"python": {"offload_native": "off"}, "stays": {"offload_target_memory_gi
 def way_labels(case: Case, variant: Variant, chosen: Sequence[str]) -> tuple[str, ...]:
     """Return the ways to measure for a variant: the first, then those ``chosen``; all if none are.
 
-    'slipstream' includes its tunings; 'slipstream:auto' is that tuning only. 'copies', the bytes of
-    'slipstream' without an engine, is measured only if named.
+    'slipstream' includes its tunings; 'slipstream:auto' is that tuning only.
     """
     first, *labels = COMPARISONS[case.comparison]
     if case.comparison == "engines":
         tunings = [f"slipstream:{name}" for name in variant.tunings]
         labels = ["megatron", *(["slipstream"] if variant.has_defaults else []), *tunings]
-        labels += ["copies"] if "copies" in chosen else []
     if case.captured is None:
         labels.remove("layer")
     if not variant.moves:

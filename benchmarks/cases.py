@@ -57,8 +57,7 @@ def select_variants(case: Case, chosen: Sequence[str]) -> tuple[Variant, ...]:
         if names == ("all",):
             variants.append(case.variants[-1])
             continue
-        # attach() has patterns of sub-modules instead.
-        if frozenset(names) not in known and case.comparison != "attached":
+        if frozenset(names) not in known:
             require(check_module_names(names))
         variants.append(known.get(frozenset(names), Variant(names)))
     return tuple(variants)

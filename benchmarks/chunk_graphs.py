@@ -29,12 +29,9 @@ from megatron_models import build_chunks, make_config, micro_batches, run_schedu
 from benchmarks.case import Case, Variant
 from benchmarks.engines import NUM_DATA, SIZE_LIMIT, behind_the_seam, make_slipstream
 from benchmarks.measure import HeldMemory
-from benchmarks.replay_times import ReplayTimes
 from benchmarks.ways import Way
 
 NUM_EAGER_ITERATIONS = 3
-NUM_TIMED_REPLAYS = 10
-"""Iterations whose replays are timed part by part."""
 
 
 class ChunkWay(Way):
@@ -129,18 +126,10 @@ class ChunkWay(Way):
         if self._graphs is not None:
             row["slot"] = dataclasses.asdict(self._graphs.figures)
             row["notes"] = [self._graphs.figures.render()]
-            row["replay_us"] = self._replay_times()
             offloading = self._graphs.chunk.offloading
             if offloading is not None:
                 row["moved_bytes"] = offloading.moved_bytes * len(self._data[0])
         return row
-
-    def _replay_times(self) -> dict[str, float]:
-        times = ReplayTimes()
-        with times.taken():
-            for iteration in range(NUM_TIMED_REPLAYS):
-                self.run(iteration)
-        return times.medians()
 
     def close(self) -> None:
         """Delete the graphs."""

@@ -21,7 +21,6 @@ from megatron_models import build_chunks, make_config, micro_batches, run_schedu
 from model_case import ModelCase
 
 from benchmarks.case import Case, Variant
-from benchmarks.copies_alone import CopiesAlone
 from benchmarks.ways import Way
 
 Chunks = Sequence[torch.nn.Module]
@@ -120,26 +119,14 @@ class Comparison:
         self._base = BaseModel(case)
         self._chunks: Chunks = ()
         self._built_for: Optional[Variant] = None
-        self._ours: Optional[Engine] = None
 
     def build(self, variant: Variant, label: str, options: Mapping[str, Any]) -> Way:
         """See :class:`benchmarks.ways.Comparison`."""
         if label != "off" and self._built_for != variant:
             self._chunks = ()
             self._chunks = build_offloading_chunks(self._base, variant)
-            self._built_for, self._ours = variant, None
-        if label == "copies":
-            if self._ours is None:
-                raise ValueError(
-                    "the way 'copies' needs 'slipstream' before it, whose bytes it copies"
-                )
-            base = self._base
-            off = Engine("off", base, base.chunks)
-            return CopiesAlone(off, base.chunks, base.case.num_micro_batches, self._ours)
-        engine = make_engine(self._base, label, self._chunks, options)
-        if label == "slipstream":
-            self._ours = engine
-        return engine
+            self._built_for = variant
+        return make_engine(self._base, label, self._chunks, options)
 
 
 def seam() -> Any:

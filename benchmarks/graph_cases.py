@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Models to run with and without CUDA graphs, and models for ``attach()``."""
+"""Models to run with and without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ def _case(
     comparison: str, name: str, about: str, model: ModelCase, moved: str = "-", **options: Any
 ) -> Case:
     """Create a case with one set of modules; '-' means none."""
-    if comparison != "attached":
-        model = replace(model, te_rng_tracker=True)  # CUDA graphs need it to draw random numbers
+    model = replace(model, te_rng_tracker=True)  # CUDA graphs need it to draw random numbers
     variants = (Variant(tuple(moved.split())),)
     return Case(name, about, model, variants, comparison=comparison, **options)
 
 
 _graphs, _chunk = partial(_case, "layer_graphs"), partial(_case, "chunk_graphs")
-_bank, _attach = partial(_case, "graph_bank"), partial(_case, "attached", moved="layers.*")
 _ATTENTION = "core_attn attn_proj qkv_linear"
 _LAUNCH_BOUND = ModelCase(
     num_layers=16,
@@ -36,12 +34,6 @@ _LAUNCH_BOUND = ModelCase(
     vocab_size=8192,
     bf16=True,
 )
-_SHARED_DOCUMENTS = replace(
-    _LAUNCH_BOUND, overrides={"apply_rope_fusion": True, "calculate_per_token_loss": True}
-)
-_DECODER_1B = ModelCase("decoder", 16, 2048, 16, 4096, 2, 32768)
-_DECODER_8B = ModelCase("decoder", 32, 4096, 32, 4096, 1, 32768)
-_DECODER_TINY = ModelCase("decoder", 4, 64, 4, 64, 2, 256)
 
 GRAPH_CASES: tuple[Case, ...] = (
     _graphs(
@@ -134,31 +126,6 @@ GRAPH_CASES: tuple[Case, ...] = (
         "core_attn expert_fc1",
         captured=None,
     ),
-    *(
-        _bank(
-            f"bank_cp{size}",
-            f"16 layers of hidden 1024, 4096 tokens a rank, context-parallel sizes up to {size}",
-            replace(_SHARED_DOCUMENTS, dp=size),
-            num_micro_batches=4,
-        )
-        for size in (2, 4)
-    ),
-    *(
-        _bank(
-            f"bank_cp{size}_large",
-            f"8 layers of hidden 2048, 16384 tokens a rank, sizes up to {size}",
-            replace(_SHARED_DOCUMENTS, num_layers=8, hidden_size=2048, seq_length=16384, dp=size),
-            num_micro_batches=4,
-        )
-        for size in (2, 4)
-    ),
-    _attach("attach_1b", "a decoder of 16 layers of hidden 2048, 2 x 4096 tokens", _DECODER_1B),
-    _attach("attach_8b", "32 layers of hidden 4096, 4096 tokens", _DECODER_8B),
-    _attach(
-        "attach_8b_recompute",
-        "the same, every layer recomputed (non-reentrant checkpoints)",
-        replace(_DECODER_8B, overrides={"use_reentrant": False}),
-    ),
     _graphs(
         "smoke_graphs",
         "three tiny layers; without a GPU the ways without graphs only",
@@ -183,25 +150,5 @@ GRAPH_CASES: tuple[Case, ...] = (
         offload={"min_offloaded_tensor_size": 1},
         captured=None,
         needs_gpu=False,
-    ),
-    _bank(
-        "smoke_bank",
-        "two tiny layers on two processes; without a GPU graphs are imitated",
-        ModelCase(num_layers=2, seq_length=256, dp=2, overrides={"calculate_per_token_loss": True}),
-        needs_gpu=False,
-    ),
-    *(
-        _attach(
-            name,
-            about,
-            replace(_DECODER_TINY, overrides=overrides),
-            offload={"min_offloaded_tensor_size": 1},
-            needs_gpu=False,
-        )
-        for name, about, overrides in (
-            ("smoke_attach", "four tiny layers", {}),
-            ("smoke_attach_recompute", "the same, recomputed", {"use_reentrant": False}),
-            ("smoke_attach_reentrant", "the same, reentrant", {"use_reentrant": True}),
-        )
     ),
 )

@@ -33,12 +33,10 @@ process on the same data, so that drift of clocks cancels. Each case is a proces
 group of them. What is compared depends on the case:
 
   engines        activation offloading off, by the engine built into megatron-core ('megatron') and
-                 by ours ('slipstream'); with --engines slipstream,copies also as many bytes copied
-                 without an engine
+                 by ours ('slipstream')
   layer_graphs   CUDA graphs of layers, with and without offloading inside of them
   chunk_graphs   CUDA graphs of whole model chunks, those of layers, and none
-  graph_bank     context-parallel sizes that change, with and without graphs, and one fixed size
-  attached       attach() and other ways to offload a model that is not megatron-core's
+  budgets        budgets for activations, recomputation and offloading by hand
 """
 
 EPILOG = """\
@@ -49,7 +47,6 @@ examples:
   python -m benchmarks.run --case moe --modules core_attn+attn_proj --modules all
   python -m benchmarks.run --case dense --engine-option offload_release_lag=2 --name lag2
   python -m benchmarks.run --case graphs_dense --engines graph,graph+offload
-  python -m benchmarks.run --case attach_1b --modules 'layers.*.attn+layers.*.mlp'
   python -m benchmarks.table benchmarks/results/engines.jsonl     the table from rows again
 
 what is written, to DIR/NAME.*:
@@ -99,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="A+B",
         help="measure this set of offload_modules instead of the case's own sets ('all': its last "
-        "one; of attach(): patterns of sub-modules); repeatable",
+        "one); repeatable",
     )
     add(
         "--engines",

@@ -86,17 +86,6 @@ def _small(row: Row) -> Optional[str]:
     return f"{row['d2h_num_small'] + row['h2d_num_small']}"
 
 
-def _replays(row: Row) -> Optional[str]:
-    times = row.get("replay_us")
-    if times is None:
-        return None
-    texts = []
-    for direction in ("forward", "backward"):
-        parts = sum(us for name, us in times.items() if name.startswith(f"{direction} "))
-        texts.append(f"{times[direction]:.0f} ({parts:.0f})")
-    return " / ".join(texts)
-
-
 COLUMNS = (
     Column("engine", lambda row: row["engine"]),
     Column(
@@ -151,11 +140,6 @@ COLUMNS = (
         "copies, events and waits that the engine adds, each timed by itself",
     ),
     Column("layers us", _number("forward_us", 0), "host time of a forward pass of all layers"),
-    Column(
-        "replay us",
-        _replays,
-        "host time of a replay, and in brackets of torch's calls in it, forward and backward",
-    ),
     Column("mallocs", _number("num_device_allocs"), "calls of cudaMalloc in three iterations"),
 )
 

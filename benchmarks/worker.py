@@ -70,8 +70,7 @@ def work(job: Job) -> int:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     writer = RowWriter(job.rows, job.run, job.traces)
     done = finished(read_rows(job.rows), job.run, case.name)
-    if case.comparison != "attached":  # its models are not megatron-core's
-        initialize(case.model, rank, num_ranks, int(os.environ["MASTER_PORT"]))
+    initialize(case.model, rank, num_ranks, int(os.environ["MASTER_PORT"]))
     bandwidth = None if share_a_gpu(num_ranks) else measure_bandwidth()
     release_host_memory()
     if rank == 0:

@@ -29,11 +29,8 @@ def test_the_smoke_case_measures_both_ways_in_turn(tmp_path: Path) -> None:
     assert summaries["chunk"]["slot"]["num_slots"] == 1
     assert summaries["chunk"]["loss_difference"] == 0
     assert all(row["forward_us"] > 0 for row in summaries.values())
-    times = summaries["chunk"]["replay_us"]
-    assert times["forward"] > times["forward tensors"] > 0
-    assert times["backward"] > times["backward tensors"] > 0
     table = (tmp_path / "engines.md").read_text()
-    assert "| layers us | replay us |" in table
+    assert "| layers us |" in table
     assert "chunk, rank 0: 1 slots of" in table
 
 
@@ -51,7 +48,7 @@ def test_sync_free_experts_are_compared_with_stock_ones(tmp_path: Path) -> None:
     assert summaries["stock"]["loss_difference"] < 1e-3
 
 
-@pytest.mark.parametrize("case", ["chunk_small", "graphs_dense", "bank_cp2", "attach_1b"])
+@pytest.mark.parametrize("case", ["chunk_small", "graphs_dense"])
 def test_other_cases_need_a_gpu(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -178,7 +178,6 @@ def test_engines_are_chosen_by_name_or_by_tuning() -> None:
     assert way_labels(case, variant, ["off"]) == ("off",)
     every = ("off", "megatron", "slipstream", "slipstream:auto")
     assert way_labels(case, variant, ()) == every
-    assert way_labels(case, variant, ["copies"]) == ("off", "copies")
 
 
 def test_the_planned_variant_is_measured_with_auto_only() -> None:
