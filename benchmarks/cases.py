@@ -41,8 +41,8 @@ def select_variants(case: Case, chosen: Sequence[str]) -> tuple[Variant, ...]:
         ValueError: A name is not a module.
     """
     # Imported here, so that importing this file does not need megatron.slipstream.
-    from megatron.slipstream.model_rules import check_module_names
-    from megatron.slipstream.rules import require
+    from megatron.slipstream.options.model import check_module_names
+    from megatron.slipstream.options.rules import require
 
     if not chosen:
         return case.variants

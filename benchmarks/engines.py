@@ -274,7 +274,7 @@ def offload_config(options: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: An option is unknown; the message names the nearest.
     """
-    from megatron.slipstream.config import OffloadConfig
+    from megatron.slipstream.options.fields import OffloadConfig
 
     names = [field.name for field in dataclasses.fields(OffloadConfig)]
     for name in options:

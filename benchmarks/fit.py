@@ -23,7 +23,7 @@ from benchmarks.fit_search import NotMeasured, find_longest
 from benchmarks.fit_ways import WAYS, Setup
 from benchmarks.rows import Row, RowWriter, read_rows
 from megatron.slipstream.cli_plan.options import parse_tokens
-from megatron.slipstream.tiles.options import parse_tiles
+from megatron.slipstream.options.fields import parse_tiles
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30

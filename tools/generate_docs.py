@@ -24,8 +24,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # installed or not
 
-from megatron.slipstream import model_rules, module_rules  # noqa: E402
-from megatron.slipstream.integration.entry import arguments  # noqa: E402
+from megatron.slipstream.options import model, modules  # noqa: E402
+from megatron.slipstream.options.fields import GROUPS  # noqa: E402
 from megatron.slipstream.patches import table as patch_table  # noqa: E402
 from megatron.slipstream.patches.patching import Patch  # noqa: E402
 from tools import option_modes  # noqa: E402
@@ -154,11 +154,11 @@ def own_options(cls: type, title: str) -> list[str]:
 MODELS = {
     "attn_norm": "with MLA; in others Transformer Engine has the norm in `qkv_linear`",
     "mlp_norm": "with experts; in dense layers Transformer Engine has the norm in the MLP",
-    **dict.fromkeys(module_rules.OF_DENSE_MLP, "with dense layers"),
-    **dict.fromkeys(module_rules.OF_LATENT_ATTENTION, "with MLA"),
+    **dict.fromkeys(modules.OF_DENSE_MLP, "with dense layers"),
+    **dict.fromkeys(modules.OF_LATENT_ATTENTION, "with MLA"),
     "shared_experts": "with shared experts",
     "expert_fc2": "with experts",
-    **dict.fromkeys(model_rules.MOE_MODULE_NAMES, "with experts"),
+    **dict.fromkeys(model.MOE_MODULE_NAMES, "with experts"),
 }
 """Models that have a module of its own; all have the others."""
 
@@ -186,8 +186,7 @@ def options_page() -> str:
         "# Options",
         "",
         generated_from(
-            "config.py, model_rules.py, the options.py of each room, "
-            "integration/entry/arguments.py and tools/option_modes.py"
+            "options/fields.py, options/model.py, options/modules.py and tools/option_modes.py"
         ),
         "",
         "A flag `--a-b` and a configuration field `a_b` are the same option. `./run train --help` "
@@ -214,15 +213,15 @@ def options_page() -> str:
             ("name", "what moves", "models"),
             (
                 (f"`{name}`", text, MODELS.get(name, "all"))
-                for name, text in model_rules.MODULE_NAMES.items()
+                for name, text in model.MODULE_NAMES.items()
             ),
         ),
         "",
-        f"`{'`, `'.join(module_rules.OWN_MODULES)}` are Slipstream's own: Megatron-Core does not "
+        f"`{'`, `'.join(modules.OWN_MODULES)}` are Slipstream's own: Megatron-Core does not "
         "mark them, and its engine does not move them. Where a script builds a "
         "`TransformerConfig` itself, it calls `install()` before that.",
         "",
-        *(line for group in arguments._GROUPS for line in own_options(*group)),
+        *(line for group in GROUPS for line in own_options(*group)),
         *modes(),
         "## What is refused",
         "",

@@ -94,8 +94,8 @@ class EngineInPlace:
 
     def _install(self) -> None:
         """Replace the built-in ``reset_instance``: install a new engine without any state."""
-        from megatron.slipstream.config import OffloadConfig
         from megatron.slipstream.integration import install
+        from megatron.slipstream.options.fields import OffloadConfig
 
         install.uninstall()
         install.install(OffloadConfig(offload_backend=self._backend))

@@ -26,8 +26,7 @@ from megatron.slipstream.packed_sequences.dataset import (  # noqa: E402
     PackingPlan,
     build_index,
 )
-from megatron.slipstream.packed_sequences.options import pack_limits  # noqa: E402
-from megatron.slipstream.packed_sequences.packing import attention_work  # noqa: E402
+from megatron.slipstream.packed_sequences.packing import attention_work, pack_limits  # noqa: E402
 
 PACKINGS = ("greedy", "balanced")
 

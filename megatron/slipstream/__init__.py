@@ -16,7 +16,6 @@ from megatron.slipstream.notices import silence_if_asked
 # For type checkers and editors, which do not run __getattr__. They take only names with `as` for
 # public ones.
 if TYPE_CHECKING:
-    from megatron.slipstream.config import OffloadConfig as OffloadConfig
     from megatron.slipstream.context_parallel.limits import RankLimits as RankLimits
     from megatron.slipstream.integration.attach.handle import attach as attach
     from megatron.slipstream.integration.experts.moe import (
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     )
     from megatron.slipstream.integration.frameworks.options import (
         ModelFacts as ModelFacts,
-        OffloadOptions as OffloadOptions,
         apply_overrides as apply_overrides,
         to_cli as to_cli,
         to_transformer_overrides as to_transformer_overrides,
@@ -61,12 +59,16 @@ if TYPE_CHECKING:
     from megatron.slipstream.integration.packed.dynamic_context_parallel import (
         with_dynamic_context_parallelism as with_dynamic_context_parallelism,
     )
-    from megatron.slipstream.tiles.options import TileOptions as TileOptions
+    from megatron.slipstream.options.fields import (
+        OffloadConfig as OffloadConfig,
+        OffloadOptions as OffloadOptions,
+        TileOptions as TileOptions,
+    )
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "OffloadConfig": "config",
+    "OffloadConfig": "options.fields",
     "install": "integration.install",
     "uninstall": "integration.install",
     "bind": "integration.install",
@@ -81,13 +83,13 @@ _HOMES = {
     "with_sync_free_experts": "integration.experts.sync_free_experts",
     "with_tiles": "integration.layers.tiled_model",
     "tiles_of": "integration.layers.tiled_model",
-    "TileOptions": "tiles.options",
+    "TileOptions": "options.fields",
     "replay_chunks": "integration.graphs.chunk_graphs",
     "close_graphs": "integration.graphs.chunk_graphs",
     "RankLimits": "context_parallel.limits",
     "context_parallel_groups": "integration.packed.context_parallel_groups",
     "attach": "integration.attach.handle",
-    "OffloadOptions": "integration.frameworks.options",
+    "OffloadOptions": "options.fields",
     "ModelFacts": "integration.frameworks.options",
     "to_transformer_overrides": "integration.frameworks.options",
     "to_cli": "integration.frameworks.options",

@@ -15,7 +15,7 @@ from framework_runs import WITHOUT_KERNELS, last_line, skip_without
 from ranks import run_ranks
 from tiny_gpt import ModelCase, first_difference, initialize, train
 
-from megatron.slipstream import preflight
+from megatron.slipstream.options import preflight
 
 skip_without("megatron.bridge", "transformer_engine")
 
@@ -144,7 +144,7 @@ SWITCH_SET_LATE = f"""
 import os, types
 import transformer_engine.pytorch
 from megatron.bridge.training.config import _validate_fine_grained_activation_offloading
-from megatron.slipstream import preflight
+from megatron.slipstream.options import preflight
 os.environ[{preflight.TE_SWITCH!r}] = "1"
 model = types.SimpleNamespace(
     fine_grained_activation_offloading=True, transformer_impl="transformer_engine"

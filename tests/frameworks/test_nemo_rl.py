@@ -15,7 +15,8 @@ import yaml
 from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step
 
-from megatron.slipstream import ModelFacts, preflight, to_transformer_overrides
+from megatron.slipstream import ModelFacts, to_transformer_overrides
+from megatron.slipstream.options import preflight
 
 if not preflight.is_installed("nemo_rl.models.megatron.setup"):
     pytest.skip("nemo_rl is not installed", allow_module_level=True)

@@ -21,9 +21,9 @@ from graphed_models import NUM_EAGER_STEPS, Training, compare, graph_memory, wit
 from model_case import DENSE_MODULES, MLP_MODULES, MOE_MODULES, SHARED_EXPERTS, ModelCase
 from ranks import run_ranks
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import NUM_UNTIL_TIMED
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import releases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.releases]

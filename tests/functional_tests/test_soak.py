@@ -115,8 +115,8 @@ def test_losses_stay_equal_and_memory_stays_flat(
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
+    from megatron.slipstream.options.fields import OffloadConfig
 
     num_iterations = request.config.getoption("--soak-iterations")
     initialize(CASE)

@@ -36,9 +36,9 @@ from shared_documents import (
 )
 from tiny_gpt import build_chunks, first_difference, make_config, use_gpu
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.context_parallel.scheduler import share_of
 from megatron.slipstream.integration import install
+from megatron.slipstream.options.fields import OffloadConfig
 
 Steps = Sequence[Sequence[int]]
 """The sizes of each iteration's micro-batches."""

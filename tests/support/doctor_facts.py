@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.slipstream import preflight
 from megatron.slipstream.doctor.facts import Facts, Gpu
+from megatron.slipstream.options import preflight
 from megatron.slipstream.plan.trace import Bandwidth
 
 GIB = 1 << 30

@@ -23,10 +23,10 @@ from tiny_gpt import (
     train,
 )
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.budget import forward_state, rescue
 from megatron.slipstream.integration.layers import layer_settings
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.settings import Assignment
 
 

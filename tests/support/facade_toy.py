@@ -26,8 +26,8 @@ def select_engine(name: str) -> Any:
     """Make 'slipstream' or 'megatron' the engine of this process, and return it."""
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as facade
 
-    from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
+    from megatron.slipstream.options.fields import OffloadConfig
 
     install.uninstall()
     facade.PipelineOffloadManager.OFFLOAD_MGR = None

@@ -37,8 +37,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 from training_runs import read_records
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.launcher import free_port
+from megatron.slipstream.options.fields import OffloadConfig
 from tools.shared_gpus import ranks_per_gpu
 
 ROOT = Path(__file__).resolve().parents[2]

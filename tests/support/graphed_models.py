@@ -18,8 +18,8 @@ from model_case import ModelCase
 from tiny_gpt import build_chunks, first_difference, initialize
 
 from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
+from megatron.slipstream.options.fields import OffloadConfig
 
 NUM_EAGER_STEPS = 3
 MEMORY_NEEDED_BYTES = 16 << 30

@@ -22,11 +22,11 @@ from model_case import ModelCase
 from megatron.slipstream.context_parallel.documents import shared_sample
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import Share
+from megatron.slipstream.options.fields import TileOptions
 from megatron.slipstream.packed_sequences.batch import for_context_parallel_rank, packed_sample
 from megatron.slipstream.packed_sequences.packing import PackLimits
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
-from megatron.slipstream.tiles.options import TileOptions
 from tools.shared_gpus import take_place
 
 MAX_SEQUENCES = 64

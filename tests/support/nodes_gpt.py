@@ -73,8 +73,8 @@ def compare_in_nodes(
     Returns:
         A result for each of ``engines``.
     """
-    from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
+    from megatron.slipstream.options.fields import OffloadConfig
 
     case = CASE
     if not recomputes:

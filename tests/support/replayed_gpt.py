@@ -20,9 +20,9 @@ from tiny_gpt import ModelCase, build_chunks, first_difference, initialize, make
 
 from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
 from megatron.slipstream.chunk_graphs.offloading import SlotOffloading
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.graphs.packed_layer_graphs import PackedLayers
+from megatron.slipstream.options.fields import OffloadConfig
 
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
 """Experts with static shapes."""

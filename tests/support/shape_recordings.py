@@ -45,9 +45,9 @@ def record_all(
 def _record(
     rank: int, world_size: int, port: int, case: ModelCase, modules: Sequence[str], count: int
 ) -> Recording:
-    from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
     from megatron.slipstream.integration.entry.model_arguments import shape_of_config
+    from megatron.slipstream.options.fields import OffloadConfig
 
     initialize(case, rank, world_size, port)
     config = make_config(case)

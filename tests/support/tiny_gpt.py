@@ -188,8 +188,8 @@ def compare(
         keeps_gradients: Whether the measured step starts with gradients of 0 rather than none.
         without: Results of :func:`train_without` on each rank, with the engine off.
     """
-    from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
+    from megatron.slipstream.options.fields import OffloadConfig
 
     initialize(case, rank, world_size, port)
     offload = dict(offload or {})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from doctor_facts import GIB, write
 
-from megatron.slipstream.preflight import (
+from megatron.slipstream.options.host_memory import (
     available_memory_bytes,
     default_host_memory_limit_bytes,
 )

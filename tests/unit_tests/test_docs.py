@@ -15,7 +15,7 @@ from typing import Literal, Optional, Union
 import pytest
 from doc_pages import blocks_of, commands_in
 
-from megatron.slipstream import model_rules
+from megatron.slipstream.options import model
 from tools import generate_docs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ def test_the_generated_pages_are_what_the_source_says() -> None:
 def test_a_change_of_the_source_makes_a_page_stale(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(model_rules.MODULE_NAMES, "core_attn", "something else")
+    monkeypatch.setitem(model.MODULE_NAMES, "core_attn", "something else")
     assert generate_docs.main(["--check"]) == 1
     error = capsys.readouterr().err
     assert "docs/user-guide/options.md: not what the source says" in error

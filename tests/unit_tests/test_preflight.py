@@ -10,14 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.slipstream import preflight
-from megatron.slipstream.preflight import (
-    Facts,
-    check_graphs,
-    check_process,
-    is_installed,
-)
-from megatron.slipstream.rules import Finding, Rule, require
+from megatron.slipstream.options import preflight
+from megatron.slipstream.options.preflight import Facts, check_graphs, check_process, is_installed
+from megatron.slipstream.options.rules import Finding, Rule, require
 
 
 def make_package(root: Path, files: dict[str, str]) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.slipstream.config import AUTO_OVERHEAD_PERCENT, parse_percent
 from megatron.slipstream.estimate.gpus import ACHIEVED_SHARE, GPUS
+from megatron.slipstream.options.fields import AUTO_OVERHEAD_PERCENT, parse_percent
 
 _EPILOG = """\
 Examples with a recorded trace (training writes one with --offload-trace-path trace.json):

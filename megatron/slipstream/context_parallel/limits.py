@@ -6,9 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
-from megatron.slipstream.packed_sequences.packing import PackLimits, Piece, attention_work
+from megatron.slipstream.packed_sequences.packing import (
+    PackLimits,
+    Piece,
+    attention_work,
+    pack_limits,
+)
 
 Cost = Callable[[int, int], int]
 """Cost of a micro-batch for each of its ranks, as a function of its size and of the sum of its
@@ -164,3 +169,58 @@ class CostModel:
         fixed = num_micro_batches * self.per_rank(limits)(limits.sizes[0], 0)
         attention = self.attention * attention_work(pieces) * limits.largest
         return fixed + -(-attention // limits.num_ranks)
+
+
+def rank_limits(args: Any) -> RankLimits:
+    """Return the ranks that share micro-batches, and the limits of each rank's buffer.
+
+    Args:
+        args: Validated arguments, megatron's and ours.
+
+    Raises:
+        ValueError: See :class:`~megatron.slipstream.context_parallel.limits.RankLimits`.
+    """
+    context_parallel_size = args.context_parallel_size
+    return RankLimits(
+        num_ranks=args.data_parallel_size * context_parallel_size,
+        tokens_per_rank=args.seq_length // context_parallel_size,
+        max_sequences=pack_limits(args).max_sequences,
+        min_size=args.min_dynamic_context_parallel_size,
+        max_size=args.max_dynamic_context_parallel_size,
+    )
+
+
+def cost_model(args: Any) -> CostModel:
+    """Return the cost model of the model's layers.
+
+    Args:
+        args: Validated arguments, which give the sizes of a layer.
+    """
+    hidden = args.hidden_size
+    heads = args.num_attention_heads
+    if getattr(args, "multi_latent_attention", False):
+        width = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim) // 2
+        projections = _latent_projections(args)
+    else:
+        width = heads * args.kv_channels
+        groups = args.num_query_groups if args.group_query_attention else heads
+        projections = 2 * hidden * (width + groups * args.kv_channels)
+    matrices = 3 if args.swiglu else 2
+    feed_forward = matrices * hidden * args.ffn_hidden_size
+    if args.num_experts:
+        active = args.moe_router_topk * args.moe_ffn_hidden_size
+        active += getattr(args, "moe_shared_expert_intermediate_size", None) or 0
+        feed_forward = matrices * hidden * active
+    return CostModel.of_layer(projections + feed_forward, width)
+
+
+def _latent_projections(args: Any) -> int:
+    """Return the number of weights of a layer's multi-latent attention projections."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    query_size = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    query = hidden * query_size
+    if args.q_lora_rank:
+        query = (hidden + query_size) * args.q_lora_rank
+    down = hidden * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
+    up = args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim)
+    return int(query + down + up + heads * args.v_head_dim * hidden)

@@ -14,11 +14,11 @@ from typing import NamedTuple, Optional
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from megatron.slipstream import preflight
 from megatron.slipstream.doctor.facts import Facts
+from megatron.slipstream.options import preflight
+from megatron.slipstream.options.host_memory import HOST_MEMORY_SHARE, host_memory_share_bytes
+from megatron.slipstream.options.rules import Finding, Severity
 from megatron.slipstream.plan.render import format_bytes
-from megatron.slipstream.preflight import HOST_MEMORY_SHARE, host_memory_share_bytes
-from megatron.slipstream.rules import Finding, Severity
 
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
 """Severities in ascending order."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
-from megatron.slipstream import preflight
 from megatron.slipstream.estimate.training_command import Words, split_command
+from megatron.slipstream.options import preflight
+from megatron.slipstream.options.host_memory import read_lines
 from megatron.slipstream.plan.trace import Bandwidth
-from megatron.slipstream.preflight import read_lines
 
 if TYPE_CHECKING:
     from megatron.slipstream.integration.entry.dry_run import Checked

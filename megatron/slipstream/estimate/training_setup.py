@@ -17,9 +17,9 @@ from megatron.slipstream.estimate.saved_tensors import (
     marked_modules,
 )
 from megatron.slipstream.estimate.synthetic import DEFAULT_MIN_NUMEL
-from megatron.slipstream.model_rules import check_model_options
+from megatron.slipstream.options.model import check_model_options
+from megatron.slipstream.options.rules import require
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.rules import require
 
 
 @dataclass(frozen=True)

@@ -23,32 +23,33 @@ from typing import Any, Optional
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
-from megatron.slipstream import preflight
-from megatron.slipstream.config import OffloadConfig, check_is_config
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import (
+    host_limit,
+    open_backend,
+    policy_options,
+)
 from megatron.slipstream.fine_grained_activation_offload.manager import (
     PipelineOffloadManager,
     RegionFlag,
 )
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration.budget.memory_budget_rules import BUDGET_RULES
 from megatron.slipstream.integration.layers.tiled_model import fill_tiles, tiles_of
 from megatron.slipstream.integration.record.run_files import RunFiles
 from megatron.slipstream.integration.record.run_metadata import environment, settings
 from megatron.slipstream.integration.seam import compat, model_router, module_groups
-from megatron.slipstream.integration.seam.config_file import config_from_environment, log_settings
-from megatron.slipstream.integration.seam.engine_setup import (
-    host_limit,
-    open_backend,
-    policy_options,
-)
 from megatron.slipstream.launcher import rank
-from megatron.slipstream.model_rules import (
+from megatron.slipstream.options import preflight
+from megatron.slipstream.options.budget import BUDGET_RULES
+from megatron.slipstream.options.config_file import config_from_environment, log_settings
+from megatron.slipstream.options.fields import OffloadConfig, check_is_config
+from megatron.slipstream.options.model import (
     CHECKPOINT_RULES,
     check_options_in_graphs,
     moves_in_layer_graphs,
 )
+from megatron.slipstream.options.rules import check_rules, require, warn_once
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.model_calls import set_before_first_call
 from megatron.slipstream.patches.patching import resolve
@@ -56,7 +57,6 @@ from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.plan import files
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.rules import check_rules, require, warn_once
 
 logger = logging.getLogger(__name__)
 

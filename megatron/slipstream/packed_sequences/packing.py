@@ -18,7 +18,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 LOOK_AHEAD = 64
 """Number of pieces from which a pack's next piece is chosen. A higher number fills packs better and
@@ -314,3 +314,34 @@ def _shortest_for(light: _Bin, piece: Piece) -> Optional[Pack]:
         back.append(item)
         missing -= limits.footprint(item.length)
     return back if missing <= 0 and len(back) >= too_many else None
+
+
+_TOKENS_PER_SEQUENCE = 64
+"""Tokens per sequence behind the default number: documents of this length fill a buffer."""
+
+
+def pack_limits(args: Any) -> PackLimits:
+    """Return the limits of a micro-batch, over all context-parallel ranks together.
+
+    Args:
+        args: Arguments with ``seq_length``, ``context_parallel_size`` and
+            ``thd_max_packed_sequences``.
+
+    Raises:
+        ValueError: There is no ``seq_length``, or see
+            :class:`~megatron.slipstream.packed_sequences.packing.PackLimits`.
+    """
+    if args.seq_length is None:
+        raise ValueError(
+            "seq_length=None is not supported with sequence_packing because it is the size of the "
+            "buffer that documents are packed into; set the number of tokens"
+        )
+    context_parallel_size = args.context_parallel_size
+    max_sequences = args.thd_max_packed_sequences
+    if max_sequences is None:
+        max_sequences = -(-args.seq_length // _TOKENS_PER_SEQUENCE)
+    return PackLimits(
+        max_tokens=args.seq_length,
+        max_sequences=max_sequences,
+        alignment=2 * context_parallel_size if context_parallel_size > 1 else 1,
+    )

@@ -8,8 +8,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron.slipstream.module_rules import check_own_modules, own_modules
-from megatron.slipstream.rules import require
+from megatron.slipstream.options.modules import check_own_modules, own_modules
+from megatron.slipstream.options.rules import require
 
 _STAND_IN = "core_attn"
 """A module that every model has, for a configuration that names none of megatron-core's."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron.slipstream import preflight
+from megatron.slipstream.options import preflight
 from megatron.slipstream.patches import patching
 from megatron.slipstream.patches.patching import Patch
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
+from megatron.slipstream.options.rules import Finding
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.report_page.summary import peaks_of
-from megatron.slipstream.rules import Finding
 
 MAX_WAIT_SHARE = 0.01
 """Maximum stall time, as a fraction of the step time."""

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from megatron.core.enums import Fp8Recipe
 
-from megatron.slipstream.chunk_graphs.options import CHUNK_GRAPH_RULES, check_chunk_graphs
-from megatron.slipstream.rules import require
+from megatron.slipstream.options.chunk_graphs import CHUNK_GRAPH_RULES, check_chunk_graphs
+from megatron.slipstream.options.rules import require
 
 CHUNK = {"cuda_graph_granularity": "chunk"}
 EXPERTS = {

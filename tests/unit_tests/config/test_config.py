@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from model_options import VALID_MODEL
 
-from megatron.slipstream.config import RULES, OffloadConfig, parse_percent
 from megatron.slipstream.launcher import num_local_ranks
-from megatron.slipstream.model_rules import (
+from megatron.slipstream.options.fields import RULES, OffloadConfig, parse_percent
+from megatron.slipstream.options.model import (
     MODEL_RULES,
     MODULE_NAMES,
     MOE_MODULE_NAMES,
@@ -23,7 +23,7 @@ from megatron.slipstream.model_rules import (
     check_module_names,
     modules_at_the_edge_of_graphs,
 )
-from megatron.slipstream.rules import Rule, always, check_rules, option_rule, require
+from megatron.slipstream.options.rules import Rule, always, check_rules, option_rule, require
 
 CURES = ("set ", "add ", "remove ")
 

@@ -14,24 +14,26 @@ from typing import Any, NamedTuple
 import pytest
 from model_options import VALID_MODEL
 
-from megatron.slipstream.chunk_graphs.options import CHUNK_GRAPH_RULES, check_chunk_graphs
-from megatron.slipstream.config import RULES, OffloadConfig
-from megatron.slipstream.context_parallel.options import (
+from megatron.slipstream.integration.attach.handle import ATTACH_RULES
+from megatron.slipstream.options.budget import BUDGET_RULES
+from megatron.slipstream.options.chunk_graphs import CHUNK_GRAPH_RULES, check_chunk_graphs
+from megatron.slipstream.options.context_parallel import (
     DYNAMIC_RULES,
-    DynamicContextParallelOptions,
     check_dynamic_context_parallel,
 )
-from megatron.slipstream.experts.options import EXPERT_RULES, ExpertOptions, check_experts
-from megatron.slipstream.integration.attach.handle import ATTACH_RULES
-from megatron.slipstream.integration.budget.memory_budget_rules import BUDGET_RULES
-from megatron.slipstream.model_rules import CHECKPOINT_RULES, MODEL_RULES, check_model_options
-from megatron.slipstream.packed_sequences.options import (
-    PACKING_RULES,
+from megatron.slipstream.options.experts import EXPERT_RULES, check_experts
+from megatron.slipstream.options.fields import (
+    RULES,
+    DynamicContextParallelOptions,
+    ExpertOptions,
+    OffloadConfig,
     PackingOptions,
-    check_packing,
+    TileOptions,
 )
-from megatron.slipstream.rules import Rule, check_rules, require
-from megatron.slipstream.tiles.options import TILE_RULES, TileOptions, check_tiles
+from megatron.slipstream.options.model import CHECKPOINT_RULES, MODEL_RULES, check_model_options
+from megatron.slipstream.options.packing import PACKING_RULES, check_packing
+from megatron.slipstream.options.rules import Rule, check_rules, require
+from megatron.slipstream.options.tiles import TILE_RULES, check_tiles
 
 Options = Mapping[str, Any]
 

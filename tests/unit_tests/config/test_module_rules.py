@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from model_options import VALID_MODEL
 
-from megatron.slipstream.model_rules import MODULE_NAMES, check_model_options
-from megatron.slipstream.module_rules import OWN_MODULE_RULES, OWN_MODULES, own_modules
-from megatron.slipstream.rules import require
+from megatron.slipstream.options.model import MODULE_NAMES, check_model_options
+from megatron.slipstream.options.modules import OWN_MODULE_RULES, OWN_MODULES, own_modules
+from megatron.slipstream.options.rules import require
 
 EXPERTS = {"num_moe_experts": 8, "moe_layer_freq": 2, "moe_shared_expert_intermediate_size": 64}
 MODEL = {**VALID_MODEL, **EXPERTS, "multi_latent_attention": True, "moe_grouped_gemm": True}

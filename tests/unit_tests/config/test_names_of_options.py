@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 from megatron.core.transformer import TransformerConfig
 
-from megatron.slipstream.chunk_graphs import options as chunk_graphs
-from megatron.slipstream.config import RULES, OffloadConfig
-from megatron.slipstream.context_parallel.options import DYNAMIC_RULES
-from megatron.slipstream.experts import options as experts
 from megatron.slipstream.integration.attach.handle import ATTACH_RULES
-from megatron.slipstream.integration.budget.memory_budget_rules import BUDGET_RULES
-from megatron.slipstream.integration.entry import checks, model_arguments
+from megatron.slipstream.integration.entry import model_arguments
 from megatron.slipstream.integration.entry.flag_names import known_flags
-from megatron.slipstream.model_rules import CHECKPOINT_RULES, GRAPH_RULES, MODEL_RULES
-from megatron.slipstream.packed_sequences.options import PACKING_RULES
+from megatron.slipstream.options import chunk_graphs, experts, training
+from megatron.slipstream.options.budget import BUDGET_RULES
+from megatron.slipstream.options.context_parallel import DYNAMIC_RULES
+from megatron.slipstream.options.fields import RULES, OffloadConfig
+from megatron.slipstream.options.model import CHECKPOINT_RULES, GRAPH_RULES, MODEL_RULES
+from megatron.slipstream.options.packing import PACKING_RULES
+from megatron.slipstream.options.rules import Rule
+from megatron.slipstream.options.tiles import TILE_RULES
 from megatron.slipstream.patches import releases
-from megatron.slipstream.rules import Rule
-from megatron.slipstream.tiles.options import TILE_RULES
 
 PACKAGE = Path(__file__).parents[3] / "megatron" / "slipstream"
 HOLDERS = {"args", "config", "facts", "f", "saved", "options", "c"}
@@ -68,7 +67,7 @@ FOUND = sorted(set(read_by_name()))
 @pytest.mark.parametrize("file, name", FOUND)
 def test_an_option_that_may_be_absent_is_one_of_the_newest_release(file: str, name: str) -> None:
     assert name in OPTIONS or name in NO_OPTIONS
-    if file == "model_rules.py" and name not in {"cuda_graph_granularity", *NO_OPTIONS}:
+    if file == "options/model.py" and name not in {"cuda_graph_granularity", *NO_OPTIONS}:
         # Its facts may be a model's configuration alone.
         own = {field.name for field in dataclasses.fields(OffloadConfig)}
         assert name in OF_MODELS | own
@@ -85,7 +84,7 @@ TABLES = {
     "budget": BUDGET_RULES,
     "graphs": GRAPH_RULES,
     "attach": ATTACH_RULES,
-    "machine": checks.MACHINE_RULES,
+    "machine": training.MACHINE_RULES,
     "chunk graphs": chunk_graphs.CHUNK_GRAPH_RULES,
     "packing": PACKING_RULES,
     "dynamic": DYNAMIC_RULES,

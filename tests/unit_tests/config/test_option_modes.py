@@ -20,12 +20,11 @@ import torch
 from ranks import run_ranks
 from training_runs import prepare_training
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.attach.handle import attach
 from megatron.slipstream.integration.entry import checks, dry_run
-from megatron.slipstream.integration.frameworks.options import OffloadOptions
-from megatron.slipstream.rules import Finding
+from megatron.slipstream.options.fields import OffloadConfig, OffloadOptions
+from megatron.slipstream.options.rules import Finding
 from tools.option_modes import OF_ENGINE, TABLE, Effect, Mode, effect
 
 TESTS = Path(__file__).parents[1]
@@ -246,9 +245,9 @@ def test_every_setting_of_an_engine_has_a_probe() -> None:
 
 
 def test_each_option_has_a_row() -> None:
-    from megatron.slipstream.integration.entry.arguments import _GROUPS
+    from megatron.slipstream.options.fields import GROUPS
 
-    ours = {field.name for group, _ in _GROUPS for field in dataclasses.fields(group)}
+    ours = {field.name for group, _ in GROUPS for field in dataclasses.fields(group)}
     assert set(TABLE) == set(TESTED_BY)
     assert set(TABLE) == ours | {*OffloadOptions.__annotations__}
     assert set(OF_ENGINE) == {field.name for field in dataclasses.fields(OffloadConfig)}

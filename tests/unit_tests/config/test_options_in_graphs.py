@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from megatron.slipstream import rules
-from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration.frameworks.options import OffloadOptions
-from megatron.slipstream.model_rules import check_model_options, check_options_in_graphs
-from megatron.slipstream.rules import require, warn_once
+from megatron.slipstream.options import rules
+from megatron.slipstream.options.fields import OffloadConfig, OffloadOptions
+from megatron.slipstream.options.model import check_model_options, check_options_in_graphs
+from megatron.slipstream.options.rules import require, warn_once
 
 BASE: dict[str, Any] = {
     **dataclasses.asdict(OffloadConfig()),

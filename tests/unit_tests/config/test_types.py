@@ -13,8 +13,8 @@ import torch
 from forked import run_module, run_script
 
 from megatron.slipstream import launcher
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.launcher import check_launcher, num_local_ranks
+from megatron.slipstream.options.fields import OffloadConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 

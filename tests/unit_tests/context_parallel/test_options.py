@@ -11,18 +11,15 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from megatron.slipstream.context_parallel import options as options_module
-from megatron.slipstream.context_parallel.limits import RankLimits
-from megatron.slipstream.context_parallel.options import (
+from megatron.slipstream.context_parallel.limits import RankLimits, cost_model, rank_limits
+from megatron.slipstream.options import context_parallel as options_module
+from megatron.slipstream.options.context_parallel import (
     DYNAMIC_RULES,
     ONE_SIZE,
-    DynamicContextParallelOptions,
     check_dynamic_context_parallel,
-    cost_model,
-    rank_limits,
 )
-from megatron.slipstream.packed_sequences.options import PackingOptions
-from megatron.slipstream.rules import require
+from megatron.slipstream.options.fields import DynamicContextParallelOptions, PackingOptions
+from megatron.slipstream.options.rules import require
 
 
 def arguments(**options: Any) -> SimpleNamespace:

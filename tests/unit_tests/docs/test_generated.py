@@ -7,12 +7,16 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-import sys
 from functools import cache
 
 from doc_pages import ROOT
 
-from megatron.slipstream.integration.entry import arguments
+from megatron.slipstream.options.chunk_graphs import CHUNK_GRAPH_RULES
+from megatron.slipstream.options.context_parallel import DYNAMIC_RULES
+from megatron.slipstream.options.experts import EXPERT_RULES
+from megatron.slipstream.options.fields import GROUPS, RULES
+from megatron.slipstream.options.packing import PACKING_RULES
+from megatron.slipstream.options.tiles import TILE_RULES
 
 USER_GUIDE = ROOT / "docs" / "user-guide"
 
@@ -20,37 +24,34 @@ USER_GUIDE = ROOT / "docs" / "user-guide"
 # --- options --------------------------------------------------------------------------------------
 
 
-PAGES_OF_OPTIONS = {
-    "OffloadConfig": ("options.md", "cuda-graphs.md"),
-    "PackingOptions": ("packed-sequences.md",),
-    "DynamicContextParallelOptions": ("dynamic-context-parallel.md",),
-    "ExpertOptions": ("sync-free-experts.md",),
-    "TileOptions": ("sequence-tiles.md",),
-    "ChunkGraphOptions": ("chunk-cuda-graphs.md",),
+RULES_OF_PAGES = {
+    "options.md": RULES,
+    "packed-sequences.md": PACKING_RULES,
+    "dynamic-context-parallel.md": DYNAMIC_RULES,
+    "sync-free-experts.md": EXPERT_RULES,
+    "sequence-tiles.md": TILE_RULES,
+    "chunk-cuda-graphs.md": CHUNK_GRAPH_RULES,
 }
-"""The pages that list incompatible options of each group."""
+"""The rules whose options each page lists."""
 
 
 def test_every_option_that_a_rule_refuses_is_on_the_page_of_its_feature() -> None:
     num_rules = 0
     missing = []
-    for cls, _ in arguments._GROUPS:
-        pages = PAGES_OF_OPTIONS.get(cls.__name__, ())
-        text = "".join((USER_GUIDE / page).read_text(encoding="utf-8") for page in pages)
-        tables = vars(sys.modules[cls.__module__]).items() if pages else ()
-        rules = [rule for name, table in tables if name.endswith("RULES") for rule in table]
+    for page, rules in RULES_OF_PAGES.items():
+        text = (USER_GUIDE / page).read_text(encoding="utf-8")
         for rule in rules:
             num_rules += 1
             names = (rule.name, "--" + rule.name.replace("_", "-"))
             if not any(re.search(rf"(?<![\w-]){name}(?![\w-])", text) for name in names):
-                missing.append((cls.__name__, rule.name))
+                missing.append((page, rule.name))
     assert num_rules > 70
     assert missing == []
 
 
 def test_every_flag_of_the_parser_has_a_heading() -> None:
     page = (USER_GUIDE / "options.md").read_text(encoding="utf-8")
-    fields = [field.name for cls, _ in arguments._GROUPS for field in dataclasses.fields(cls)]
+    fields = [field.name for cls, _ in GROUPS for field in dataclasses.fields(cls)]
     assert len(fields) > 15
     flags = ["--" + name.replace("_", "-") for name in fields]
     assert [flag for flag in flags if f"\n### `{flag}`\n" not in page] == []

@@ -24,10 +24,10 @@ from megatron.slipstream.doctor.facts import Facts
 from megatron.slipstream.estimate.training_command import Words
 from megatron.slipstream.fine_grained_activation_offload.native import build
 from megatron.slipstream.integration.entry.dry_run import Checked
-from megatron.slipstream.model_rules import STAYS
+from megatron.slipstream.options.preflight import TOO_OLD_FOR_GRAPHS
+from megatron.slipstream.options.rules import Finding
+from megatron.slipstream.options.training import STAYS
 from megatron.slipstream.plan.trace import Bandwidth
-from megatron.slipstream.preflight import TOO_OLD_FOR_GRAPHS
-from megatron.slipstream.rules import Finding
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "user-guide" / "doctor.md").read_text(encoding="utf-8")

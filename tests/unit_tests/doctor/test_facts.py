@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from doctor_facts import GIB, write
 
-from megatron.slipstream import preflight
 from megatron.slipstream.doctor import bandwidth, facts as reading
 from megatron.slipstream.doctor.facts import Gpu, collect
 from megatron.slipstream.integration.entry import dry_run
+from megatron.slipstream.options import preflight
 from megatron.slipstream.plan.trace import Bandwidth
 
 

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import pytest
 
-from megatron.slipstream.experts.options import EXPERT_RULES, check_experts
+from megatron.slipstream.options.experts import EXPERT_RULES, check_experts
 
 HOPPER = (9, 0)
 VALID = {"moe_sync_free_experts": True, "num_experts": 8, "bf16": True, "hidden_size": 64}

@@ -12,10 +12,10 @@ import pytest
 import torch
 from toy_model import SCHEDULES, make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import open_backend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.integration.seam.engine_setup import open_backend
+from megatron.slipstream.options.fields import OffloadConfig
 
 SCHEDULE = SCHEDULES["1F1B first of four"]
 

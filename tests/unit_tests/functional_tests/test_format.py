@@ -35,7 +35,7 @@ from functional_cases import (
     write_golden,
 )
 
-from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.options.fields import OffloadConfig
 
 # --- MODEL_ARGS -----------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tensor_kinds import KINDS, SIZE, STAYING, tensor_of_kind
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration.attach.handle import Attached, attach
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.staying import Staying
 
 PATHS = ["auto", "off"]

@@ -12,9 +12,9 @@ import torch
 from attached_models import Attention, Decoder, Layer, attach_to, make_attached, micro_batch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration.attach.handle import ATTACH_RULES, attach
 from megatron.slipstream.integration.attach.names import find_modules
+from megatron.slipstream.options.fields import OffloadConfig
 
 
 @pytest.fixture(scope="module")

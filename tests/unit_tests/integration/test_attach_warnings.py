@@ -23,9 +23,9 @@ from attached_models import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration.attach.engine import MAX_LOST_PASSES
 from megatron.slipstream.integration.attach.handle import attach
+from megatron.slipstream.options.fields import OffloadConfig
 
 
 def train(model: torch.nn.Module) -> None:

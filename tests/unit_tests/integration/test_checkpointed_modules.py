@@ -12,11 +12,11 @@ from model_case import ModelCase
 from ranks import run_ranks
 from tiny_gpt import build_chunks, initialize, make_config, train
 
-from megatron.slipstream import rules
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import CHECKPOINT_INPUTS
 from megatron.slipstream.integration import install
-from megatron.slipstream.model_rules import keeps_checkpoint_inputs
+from megatron.slipstream.options import rules
+from megatron.slipstream.options.fields import OffloadConfig
+from megatron.slipstream.options.model import keeps_checkpoint_inputs
 
 pytestmark = pytest.mark.releases
 

@@ -19,13 +19,13 @@ from ranks import run_ranks
 from replayed_gpt import start
 from tiny_gpt import ModelCase, build_chunks, make_config, run_step
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
     CpuBackend,
     LazyCpuBackend,
 )
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 DENSE = ModelCase("dense", num_layers=4)
@@ -103,9 +103,9 @@ def _train(
     policy: dict[str, Any],
     damaged_from: Optional[int] = None,
 ) -> Found:
+    from megatron.slipstream.fine_grained_activation_offload.engine_setup import host_limit
     from megatron.slipstream.integration import install
     from megatron.slipstream.integration.graphs.chunk_graphs import close_graphs, replay_chunks
-    from megatron.slipstream.integration.seam.engine_setup import host_limit
 
     found, copies, engines = Found(), _Copies(), []
     copies.install()

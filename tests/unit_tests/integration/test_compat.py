@@ -15,8 +15,8 @@ from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step
 
 from megatron.slipstream.integration.seam import compat
+from megatron.slipstream.options.rules import require
 from megatron.slipstream.patches import releases
-from megatron.slipstream.rules import require
 
 ROOT = Path(__file__).resolve().parents[3]
 

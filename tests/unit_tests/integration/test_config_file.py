@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.attach.handle import Attached, attach
-from megatron.slipstream.integration.seam import config_file
+from megatron.slipstream.options import config_file
+from megatron.slipstream.options.fields import OffloadConfig
 
 Write = Callable[[str], Path]
 

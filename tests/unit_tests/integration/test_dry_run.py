@@ -22,13 +22,13 @@ import torch
 from forked import run_function
 from training_runs import prepare_training
 
-from megatron.slipstream import rules
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration.entry import checks, dry_run
 from megatron.slipstream.integration.entry.model_arguments import configured_by_flags
 from megatron.slipstream.integration.entry.validation import parse_and_validate
+from megatron.slipstream.options import rules
+from megatron.slipstream.options.fields import OffloadConfig
+from megatron.slipstream.options.rules import Finding
 from megatron.slipstream.patches import releases
-from megatron.slipstream.rules import Finding
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the messages are those of a machine without a GPU"

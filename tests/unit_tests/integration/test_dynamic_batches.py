@@ -25,8 +25,8 @@ from shared_documents import changed_specs, fill_weights, layer_name
 from small_corpora import batches_of, dataset_config, write_corpus
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 
-from megatron.slipstream.context_parallel.options import DynamicContextParallelOptions
 from megatron.slipstream.integration.packed import dynamic_batches
+from megatron.slipstream.options.fields import DynamicContextParallelOptions
 from megatron.slipstream.packed_sequences.packing import Piece
 
 pytestmark = pytest.mark.releases

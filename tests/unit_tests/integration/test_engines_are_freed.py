@@ -16,7 +16,6 @@ from model_case import DENSE_MODULES, ModelCase
 from tiny_gpt import build_chunks, make_config, run_step
 
 from megatron.slipstream import attach
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
@@ -24,6 +23,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import OffloadTen
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.integration import install
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import table
 
 CASE = ModelCase("dense", num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=4)

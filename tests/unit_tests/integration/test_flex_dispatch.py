@@ -20,10 +20,10 @@ from ranks import run_ranks
 from tiny_gpt import ModelCase, initialize, make_config
 from torch.distributed.nn.functional import all_gather, all_reduce
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.entry import training
 from megatron.slipstream.integration.experts.moe import with_sync_free_dispatch
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import multihot_map, table
 from megatron.slipstream.patches.table import Feature
 

@@ -17,11 +17,11 @@ import torch
 from ranks import run_ranks
 from tiny_gpt import ModelCase, initialize, make_config, train as train_chunks
 
-from megatron.slipstream import preflight
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.frameworks import loading, slime
-from megatron.slipstream.integration.seam import compat, config_file
+from megatron.slipstream.integration.seam import compat
+from megatron.slipstream.options import config_file, preflight
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import model_calls, releases
 
 FRAMEWORKS = "megatron.slipstream.integration.frameworks"

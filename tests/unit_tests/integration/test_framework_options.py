@@ -15,15 +15,14 @@ import pytest
 from ranks import run_ranks
 
 from megatron.slipstream.integration.frameworks.options import (
-    DEFAULTS,
     ModelFacts,
-    OffloadOptions,
     apply_overrides,
     revalidate,
     to_cli,
     to_transformer_overrides,
 )
-from megatron.slipstream.model_rules import MODULE_NAMES
+from megatron.slipstream.options.fields import DEFAULTS, OffloadOptions
+from megatron.slipstream.options.model import MODULE_NAMES
 from megatron.slipstream.patches import releases
 
 SWITCH = "fine_grained_activation_offloading"

@@ -23,11 +23,11 @@ from timed_backend import TimedBackend, take_times_on_cpu
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, train
 from toy_model import SCHEDULES, make_chunks, run_schedule
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import NUM_UNTIL_TIMED
 from megatron.slipstream.integration.graphs import graph_goals
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 MODULES = ("qkv_linear", "core_attn", "attn_proj")

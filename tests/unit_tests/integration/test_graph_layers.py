@@ -104,8 +104,8 @@ def _mask(x: torch.Tensor) -> torch.Tensor:
 def _compare(
     rank: int, world_size: int, port: int, scope: Sequence[str], backend: str, is_stock: bool
 ) -> Any:
-    from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
+    from megatron.slipstream.options.fields import OffloadConfig
 
     case, events = dataclasses.replace(_case("dense", scope), keeps_layers=is_stock), []
     initialize(case, rank, world_size, port)
@@ -138,8 +138,8 @@ def _compare(
 
 def _replay(rank: int, world_size: int, port: int) -> Any:
     """Arguments of layers' graphs, without and with copies in them."""
-    from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
+    from megatron.slipstream.options.fields import OffloadConfig
 
     case = _case("dense", ())
     initialize(case, rank, world_size, port)
@@ -304,9 +304,9 @@ def test_graphs_with_copies_are_replayed_on_one_stream_and_each_tells_when_to_go
 def _warm_up_with_an_old_torch(rank: int, world_size: int, port: int) -> str:
     from megatron.core.transformer import cuda_graphs
 
-    from megatron.slipstream import preflight
-    from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
+    from megatron.slipstream.options import preflight
+    from megatron.slipstream.options.fields import OffloadConfig
 
     case = _case("dense", ())
     initialize(case, rank, world_size, port)

@@ -15,10 +15,10 @@ from forked import run_function
 from model_case import ModelCase
 from tiny_gpt import build_chunks, initialize, make_config, train
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.record import run_files
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.files import load_trace
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="forks, on a CPU")

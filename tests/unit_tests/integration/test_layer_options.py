@@ -17,7 +17,6 @@ from model_case import DENSE_MODULES, ModelCase
 from ranks import run_ranks
 from tiny_gpt import build_chunks, initialize, make_config, run_step
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.graphs import chunk_graphs
 from megatron.slipstream.integration.layers.layer_parts import decisions_of
@@ -28,6 +27,7 @@ from megatron.slipstream.integration.layers.layer_settings import (
     layers_of,
     restore,
 )
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.settings import (
     NOTHING,
     WHOLE,

@@ -14,10 +14,10 @@ from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
 from tiny_gpt import build_chunks, initialize, make_config, train_steps
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.budget.memory_budget_rules import complete_arguments
 from megatron.slipstream.integration.layers import layer_settings
+from megatron.slipstream.options.budget import complete_arguments
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.relaxation import Stage
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, describe_setting
 

@@ -15,7 +15,6 @@ import pytest
 from ranks import run_ranks
 
 from megatron.slipstream.chunk_graphs.slots import PipelineLayout, passes
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.estimate.model_options import shape_of_options
@@ -35,8 +34,8 @@ from megatron.slipstream.integration.entry.model_arguments import (
     PLAN_RULES,
     configured_by_flags,
 )
-from megatron.slipstream.integration.frameworks.options import DEFAULTS
 from megatron.slipstream.integration.graphs.schedules import MEGATRON_SCHEDULES
+from megatron.slipstream.options.fields import DEFAULTS, OffloadConfig
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.settings import NOTHING, WHOLE

@@ -16,9 +16,9 @@ import torch
 from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.seam import model_router
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import releases
 from megatron.slipstream.plan.trace import StepKind
 

@@ -13,12 +13,12 @@ from model_case import MLP_MODULES, OWN_MODULES
 from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.cpu import cpu_only
 from megatron.slipstream.integration.entry import arguments, dry_run
 from megatron.slipstream.integration.frameworks.options import apply_overrides
 from megatron.slipstream.integration.seam import module_groups
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
 

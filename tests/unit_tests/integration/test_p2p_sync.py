@@ -17,11 +17,11 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from ranks import run_ranks
 from tiny_gpt import ModelCase, initialize, make_config, use_gpu
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.seam import model_router
 from megatron.slipstream.integration.seam.p2p_sync import disable_p2p_host_sync
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from megatron.slipstream import preflight
+from megatron.slipstream.options import datasets
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -78,7 +78,7 @@ def test_training_accepts_what_was_written(text_file: Path, tmp_path: Path) -> N
     vocab_size, end = read_tokenizer(Path(f"{prefix}-tokenizer.json"))
     assert vocab_size == summary.vocab_size == 300
     assert 0 <= end < vocab_size
-    assert preflight.check_dataset(str(prefix), vocab_size) == []
+    assert datasets.check_dataset(str(prefix), vocab_size) == []
 
 
 def test_the_same_text_gives_the_same_files(text_file: Path, tmp_path: Path) -> None:

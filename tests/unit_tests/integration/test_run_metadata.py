@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from reported_runs import make_run
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.record.monitor import Monitor
@@ -26,6 +25,7 @@ from megatron.slipstream.integration.record.run_metadata import (
     environment,
     settings,
 )
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.report_page.page import render_page
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from megatron.training import training
 
-from megatron.slipstream.integration.entry.schedule_checks import SCHEDULE_RULES, check_schedule
+from megatron.slipstream.options.training import SCHEDULE_RULES, check_schedule
 
 pytestmark = pytest.mark.releases
 

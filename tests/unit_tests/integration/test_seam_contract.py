@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import releases
 from megatron.slipstream.plan.trace import StepKind
 

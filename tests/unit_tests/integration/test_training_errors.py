@@ -21,9 +21,9 @@ import torch
 from forked import Done, run_function, run_script
 from training_runs import prepare_training
 
-from megatron.slipstream import preflight
+from megatron.slipstream.options import datasets, preflight
+from megatron.slipstream.options.rules import check_rules, require
 from megatron.slipstream.patches import releases
-from megatron.slipstream.rules import check_rules, require
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -382,9 +382,9 @@ DAMAGES = {
 def test_a_damaged_dataset_is_one_error(kind: str, tmp_path: Path) -> None:
     prefix = tmp_path / "data"
     _write_dataset(prefix)
-    assert preflight.check_dataset(str(prefix), vocab_size=64) == []
+    assert datasets.check_dataset(str(prefix), vocab_size=64) == []
     _damage(kind, prefix)
-    findings = preflight.check_dataset(str(prefix), vocab_size=64)
+    findings = datasets.check_dataset(str(prefix), vocab_size=64)
     assert [finding.severity for finding in findings] == ["error"]
     assert DAMAGES[kind].format(prefix=prefix) in findings[0].message
     assert f"data_path={prefix}" in findings[0].message

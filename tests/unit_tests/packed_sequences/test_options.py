@@ -12,16 +12,11 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from megatron.slipstream.packed_sequences import options as options_module
-from megatron.slipstream.packed_sequences.options import (
-    PACKING_RULES,
-    PackingOptions,
-    check_corpora,
-    check_packing,
-    pack_limits,
-)
-from megatron.slipstream.packed_sequences.packing import PackLimits
-from megatron.slipstream.rules import require
+from megatron.slipstream.options import packing as options_module
+from megatron.slipstream.options.fields import PackingOptions
+from megatron.slipstream.options.packing import PACKING_RULES, check_corpora, check_packing
+from megatron.slipstream.options.rules import require
+from megatron.slipstream.packed_sequences.packing import PackLimits, pack_limits
 
 
 def arguments(**options: Any) -> SimpleNamespace:

@@ -11,8 +11,8 @@ from unittest.mock import MagicMock
 import pytest
 from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import rotary_kernels, table
 from megatron.slipstream.patches.table import Feature
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from megatron.slipstream import preflight
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.cpu import cpu_only
+from megatron.slipstream.options import preflight
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import patching, table
 from megatron.slipstream.patches.patching import Patch
 from megatron.slipstream.patches.releases import TESTED_RELEASES, is_within

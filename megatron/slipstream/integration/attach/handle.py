@@ -18,26 +18,33 @@ from typing import Optional, Union
 
 import torch
 
-from megatron.slipstream.config import OffloadConfig, check_is_config, check_type
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import (
+    host_limit,
+    open_backend,
+    policy_options,
+)
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration.attach.engine import AttachedEngine
 from megatron.slipstream.integration.attach.forward import ForwardHooks
 from megatron.slipstream.integration.attach.names import Match, Pattern, find_modules
 from megatron.slipstream.integration.record.run_metadata import environment, settings
-from megatron.slipstream.integration.seam.config_file import config_from_environment, log_settings
-from megatron.slipstream.integration.seam.engine_setup import (
-    host_limit,
-    open_backend,
-    policy_options,
-)
 from megatron.slipstream.launcher import rank
-from megatron.slipstream.model_rules import MODEL_RULES
+from megatron.slipstream.options.config_file import config_from_environment, log_settings
+from megatron.slipstream.options.fields import OffloadConfig, check_is_config, check_type
+from megatron.slipstream.options.model import MODEL_RULES
+from megatron.slipstream.options.rules import (
+    Rule,
+    always,
+    check_rules,
+    is_one_of,
+    require,
+    unsupported,
+)
 from megatron.slipstream.patches import patching, table
 from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.plan import files
 from megatron.slipstream.plan.render import format_bytes, summarize, why_groups_stay
-from megatron.slipstream.rules import Rule, always, check_rules, is_one_of, require, unsupported
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import host_limit
 from megatron.slipstream.fine_grained_activation_offload.layer_report import LayerReport
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.integration.budget import rescue
@@ -32,7 +33,6 @@ from megatron.slipstream.integration.budget.batch_sizes import (
 from megatron.slipstream.integration.budget.optimizer_memory import optimizer_host_bytes
 from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.integration.layers.layer_boundaries import LayerBoundaries
-from megatron.slipstream.integration.seam.engine_setup import host_limit
 from megatron.slipstream.plan.layer_visits import Place, RankLayer
 from megatron.slipstream.plan.relaxation import Limits, NothingFitsError, Relaxation, Stage
 from megatron.slipstream.plan.render import format_bytes

@@ -14,28 +14,24 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Optional, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 import torch
 
-from megatron.slipstream import preflight
-from megatron.slipstream.chunk_graphs.options import ChunkGraphOptions
-from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.context_parallel.options import DynamicContextParallelOptions
-from megatron.slipstream.experts.options import ExpertOptions
-from megatron.slipstream.integration.budget.memory_budget_rules import complete_arguments
 from megatron.slipstream.integration.cpu import cpu_only
 from megatron.slipstream.integration.entry.flag_names import did_you_mean, given_flags
 from megatron.slipstream.integration.seam import compat
-from megatron.slipstream.integration.seam.config_file import config_from_environment
 from megatron.slipstream.launcher import rank
-from megatron.slipstream.model_rules import MODULE_NAMES
-from megatron.slipstream.module_rules import own_modules
-from megatron.slipstream.packed_sequences.options import PackingOptions
+from megatron.slipstream.options import preflight
+from megatron.slipstream.options.budget import complete_arguments
+from megatron.slipstream.options.config_file import config_from_environment
+from megatron.slipstream.options.fields import (
+    GROUPS,
+)
+from megatron.slipstream.options.model import MODULE_NAMES
+from megatron.slipstream.options.modules import own_modules
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
-from megatron.slipstream.tiles.options import TileOptions
 
 logger = logging.getLogger(__name__)
 
@@ -82,51 +78,9 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class EntryOptions:
-    """Settings of the training script, beside those of the engine."""
-
-    tokenizer_json: Optional[str] = None
-    """Tokenizer file written by tools/preprocess_text.py. Sets the vocabulary size and the
-    end-of-document token; replaces --tokenizer-type and --vocab-size."""
-
-    progress: Literal["auto", "on", "off"] = "auto"
-    """Loss, time and offloaded bytes of an iteration on stderr: 'on' draws a progress bar; 'auto'
-    does so on a terminal and otherwise logs a line every --log-interval iterations; 'off' shows
-    neither."""
-
-    megatron_output_path: str = "megatron-output.log"
-    """File that megatron's own output is appended to: its arguments, warnings and a line per
-    iteration with times. '-' prints it instead. Ranks are named as in '--offload-report-path'."""
-
-    eval_before_training: bool = False
-    """Evaluate on the validation set before the first iteration, too."""
-
-    run_record_path: Optional[str] = None
-    """Write this run's figures as JSON to this file: loss and peak activation bytes per iteration,
-    evaluation losses, digests of the last gradients and the final weights. Ranks are named as in
-    '--offload-report-path'."""
-
-    output_interval: int = 100
-    """Iterations between two writings of report, trace and run record, which are also written when
-    training ends; 0: only then. An .html report is written at the end."""
-
-
-_GROUPS: tuple[tuple[type, str], ...] = (
-    (OffloadConfig, "slipstream"),
-    (PackingOptions, "slipstream packed sequences"),
-    (DynamicContextParallelOptions, "slipstream dynamic context parallelism"),
-    (ExpertOptions, "slipstream experts"),
-    (TileOptions, "slipstream tiles of the sequence"),
-    (ChunkGraphOptions, "slipstream CUDA graphs"),
-    (EntryOptions, "slipstream script"),
-)
-"""Dataclasses whose fields are flags, and the titles of their groups."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our argument groups; the flags are the field names of their dataclasses."""
-    for options, title in _GROUPS:
+    for options, title in GROUPS:
         _add_group(parser, options, title)
     _default_to_file(parser)
 
@@ -145,7 +99,7 @@ def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     Raises:
         ValueError: The settings file, which sets the flags' defaults, cannot be used.
     """
-    _add_group(parser, *_GROUPS[0])
+    _add_group(parser, *GROUPS[0])
     _default_to_file(parser)
     return parser
 

@@ -18,44 +18,40 @@ from typing import Any
 
 import torch
 
-from megatron.slipstream import preflight
-from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
-from megatron.slipstream.config import RULES, OffloadConfig
-from megatron.slipstream.context_parallel.options import check_dynamic_context_parallel
 from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
-from megatron.slipstream.experts.options import check_experts
-from megatron.slipstream.integration.budget.memory_budget_rules import BUDGET_RULES
 from megatron.slipstream.integration.entry.flag_names import given_flags
-from megatron.slipstream.integration.entry.schedule_checks import check_schedule
-from megatron.slipstream.integration.frameworks.options import (
-    OffloadOptions,
-    defaults_of_later_options,
-)
+from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
 from megatron.slipstream.integration.seam import compat
-from megatron.slipstream.model_rules import (
+from megatron.slipstream.options import datasets, preflight
+from megatron.slipstream.options.budget import BUDGET_RULES
+from megatron.slipstream.options.chunk_graphs import check_chunk_graphs
+from megatron.slipstream.options.context_parallel import check_dynamic_context_parallel
+from megatron.slipstream.options.experts import check_experts
+from megatron.slipstream.options.fields import RULES, OffloadConfig, OffloadOptions
+from megatron.slipstream.options.model import (
     CHECKPOINT_RULES,
-    NO_EFFECT,
-    NO_EFFECT_ON_MEGATRON,
-    NO_FILES,
-    NOTHING_TO_MOVE,
-    STAYS,
     check_model_options,
     check_options_in_graphs,
     modules_at_the_edge_of_graphs,
     moves_in_layer_graphs,
 )
-from megatron.slipstream.packed_sequences.options import check_corpora, check_packing
-from megatron.slipstream.rules import (
+from megatron.slipstream.options.packing import check_corpora, check_packing
+from megatron.slipstream.options.rules import (
     Finding,
-    Rule,
-    always,
     check_by,
     check_rules,
     finding_of,
-    option_rule,
-    unsupported,
 )
-from megatron.slipstream.tiles.options import check_tiles
+from megatron.slipstream.options.tiles import check_tiles
+from megatron.slipstream.options.training import (
+    MACHINE_RULES,
+    NO_EFFECT,
+    NO_EFFECT_ON_MEGATRON,
+    NO_FILES,
+    NOTHING_TO_MOVE,
+    STAYS,
+    check_schedule,
+)
 
 OptionCheck = Callable[[Any], list[Finding]]
 """A check of parsed arguments."""
@@ -154,166 +150,6 @@ def _unused_interval(args: Any, argv: Sequence[str]) -> list[Finding]:
     return [NO_FILES.found(interval=args.output_interval)] if is_given else []
 
 
-# Machine, data and files
-
-
-def _offloads_without_gpu(facts: Any) -> bool:
-    return bool(facts.fine_grained_activation_offloading) and not facts.has_gpu
-
-
-def _graphs_layers_without_gpu(facts: Any) -> bool:
-    # With packed sequences, the packing rules check layer graphs, with or without a GPU.
-    return not facts.has_gpu and facts.sequence_packing is None
-
-
-def _graphs_are_off(option: str, off: Any) -> Rule:
-    """Return a rule against layer graphs without a GPU, where only chunk graphs are emulated."""
-    return unsupported(
-        "without a GPU",
-        _graphs_layers_without_gpu,
-        option,
-        "CUDA graphs are captured from a GPU's streams",
-        f"set {option}={off}, or leave it out",
-        lambda facts: getattr(facts, option, None) in (None, False, off),
-    )
-
-
-MACHINE_RULES: tuple[Rule, ...] = (
-    unsupported(
-        "without a GPU",
-        _offloads_without_gpu,
-        "offload_engine",
-        "megatron-core's engine is written for CUDA streams",
-        "set offload_engine=slipstream",
-        lambda f: f.offload_engine == "slipstream",
-    ),
-    unsupported(
-        "without a GPU",
-        _offloads_without_gpu,
-        "offload_backend",
-        "there is no device memory to leave",
-        "set offload_backend=auto or cpu",
-        lambda f: f.offload_backend != "cuda",
-    ),
-    unsupported(
-        "without a GPU",
-        lambda f: not f.has_gpu,
-        "activation_memory_budget",
-        "host memory stands in for the device's, and has no end of its own",
-        "set the GiB that activations may use",
-        lambda f: f.activation_memory_budget != "auto",
-    ),
-    _graphs_are_off("cuda_graph_impl", "none"),
-    _graphs_are_off("enable_cuda_graph", False),
-    _graphs_are_off("external_cuda_graph", False),
-    _graphs_are_off("optimizer_cuda_graph", False),
-    unsupported(
-        "without a GPU",
-        lambda f: not f.has_gpu,
-        "transformer_impl",
-        "its kernels run on CUDA only",
-        "set --transformer-impl local",
-        lambda f: f.transformer_impl != "transformer_engine",
-    ),
-    option_rule(
-        "eval_interval",
-        lambda f: not (f.full_validation or f.skip_train),
-        lambda f: f.eval_interval is not None,
-        "eval_interval is not set, and megatron-core divides by it even if nothing is evaluated",
-        "set --eval-interval to the iterations between evaluations (with --eval-iters 0 there is "
-        "none)",
-    ),
-    option_rule(
-        "train_iters",
-        lambda f: not (f.skip_train or f.train_samples),
-        lambda f: f.train_iters is not None and f.train_iters > 0,
-        "train_iters={train_iters} is no number of iterations to train",
-        "set --train-iters to 1 or more, or --train-samples",
-    ),
-    option_rule(
-        "num_layers",
-        always,
-        lambda f: f.num_layers is None or f.num_layers > 0,
-        "num_layers={num_layers} is no number of layers",
-        "set --num-layers to 1 or more",
-    ),
-    option_rule(
-        "vocab_size",
-        always,
-        lambda f: f.vocab_size is None or f.vocab_size > 0,
-        "vocab_size={vocab_size} is no number of tokens",
-        "set --vocab-size to 1 or more, or --tokenizer-json",
-    ),
-    option_rule(
-        "log_interval",
-        always,
-        lambda f: f.log_interval > 0,
-        "log_interval={log_interval} is not positive, and megatron-core divides by it",
-        "set --log-interval to 1 or more iterations",
-    ),
-    option_rule(
-        "data_path",
-        lambda f: f.mock_data,
-        lambda f: f.data_path is None,
-        "data_path={data_path} is not supported with mock_data=True because one source of data is "
-        "read",
-        "leave --mock-data out, or --data-path",
-    ),
-    # Without a GPU, our own core attention supports packed sequences; see cpu_modules.py.
-    unsupported(
-        "with sequence_packing={sequence_packing} on a GPU",
-        lambda f: f.has_gpu and f.sequence_packing is not None,
-        "transformer_impl",
-        "megatron-core's own attention takes no packed sequences",
-        "set --transformer-impl transformer_engine",
-        lambda f: f.transformer_impl == "transformer_engine",
-    ),
-    unsupported(
-        "without a GPU",
-        lambda f: not f.has_gpu and f.tensor_model_parallel_size > 1,
-        "sequence_parallel",
-        "megatron-core's layers for tensor parallelism then ask for a CUDA device",
-        "leave --sequence-parallel out",
-    ),
-    unsupported(
-        "without a GPU",
-        lambda f: (
-            not f.has_gpu
-            and f.num_experts is not None
-            and f.ckpt_format == "torch_dist"
-            and (f.save is not None or f.load is not None)
-            and not f.moe_sync_free_experts
-        ),
-        "moe_grouped_gemm",
-        "the grouped GEMM for the CPU has no sharded state for ckpt_format=torch_dist",
-        "set --ckpt-format torch, or leave --moe-grouped-gemm out",
-    ),
-    option_rule(
-        "eval_before_training",
-        lambda f: f.eval_before_training,
-        lambda f: f.full_validation or f.eval_iters != 0,
-        "eval_before_training=True is not supported with eval_iters=0 because nothing is evaluated",
-        "set --eval-iters to 1 or more, or leave --eval-before-training out",
-    ),
-    option_rule(
-        "eval_before_training",
-        lambda f: f.eval_before_training,
-        lambda f: not f.skip_train,
-        "eval_before_training=True is not supported with skip_train=True because there is no "
-        "training to evaluate before",
-        "leave --eval-before-training out: --skip-train evaluates",
-    ),
-    option_rule(
-        "output_interval",
-        always,
-        lambda f: f.output_interval >= 0,
-        "output_interval={output_interval} is negative",
-        "set 1 or more iterations, or 0 to write at the end only",
-    ),
-)
-"""Requirements on the arguments for training on this machine; they also read ``has_gpu``."""
-
-
 def _check_machine(args: Any) -> list[Finding]:
     facts = SimpleNamespace(**vars(args), has_gpu=torch.cuda.is_available())
     return check_rules(MACHINE_RULES, facts)
@@ -328,7 +164,7 @@ def _check_data(args: Any) -> list[Finding]:
     vocab_size = args.vocab_size if args.tokenizer_type == "NullTokenizer" else None
     findings = check_corpora(args, blends)
     for prefix in dict.fromkeys(itertools.chain.from_iterable(blends)):
-        findings += preflight.check_dataset(prefix, vocab_size)
+        findings += datasets.check_dataset(prefix, vocab_size)
     return findings
 
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Optional
 from megatron.slipstream.integration.cpu import cpu_only
 from megatron.slipstream.integration.entry import arguments, checks, validation
 from megatron.slipstream.launcher import launcher_number
-from megatron.slipstream.model_rules import REFUSED_BY_MEGATRON
-from megatron.slipstream.rules import Finding, check_by, finding_of
+from megatron.slipstream.options.rules import Finding, check_by, finding_of
+from megatron.slipstream.options.training import REFUSED_BY_MEGATRON
 
 
 class Checked(NamedTuple):

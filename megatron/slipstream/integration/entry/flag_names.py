@@ -14,12 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 _OWN_SOURCES = (
-    "config.py",
-    "packed_sequences/options.py",
-    "context_parallel/options.py",
-    "chunk_graphs/options.py",
-    "experts/options.py",
-    "tiles/options.py",
+    "options/fields.py",
     "integration/entry/arguments.py",
     "integration/seam/compat.py",  # Flags of later releases, which the parser refuses with a fix.
 )

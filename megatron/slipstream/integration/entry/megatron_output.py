@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Optional, TextIO
 
 from megatron.slipstream.estimate.file_errors import cure_of, writing, wrong_with
-from megatron.slipstream.integration.entry.arguments import EntryOptions
 from megatron.slipstream.integration.record.run_files import rank_path
+from megatron.slipstream.options.fields import EntryOptions
 
 FLAG = "--megatron-output-path"
 DEFAULT_PATH = EntryOptions.megatron_output_path

@@ -15,8 +15,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, Optional
 
-from megatron.slipstream import preflight
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.estimate.model_options import shape_of_options
 from megatron.slipstream.estimate.model_shapes import (
     QUANTIZED_BYTES,
@@ -30,15 +28,16 @@ from megatron.slipstream.estimate.training_setup import (
     default_micro_batches,
     usable_modules,
 )
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import policy_options
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.integration.cpu import cpu_only
 from megatron.slipstream.integration.entry import dry_run, validation
 from megatron.slipstream.integration.entry.checks import check_options
 from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
-from megatron.slipstream.integration.seam.engine_setup import policy_options
-from megatron.slipstream.module_rules import OF_LATENT_ATTENTION, OUTSIDE_LAYERS
-from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.rules import (
+from megatron.slipstream.options import preflight
+from megatron.slipstream.options.fields import OffloadConfig
+from megatron.slipstream.options.modules import OF_LATENT_ATTENTION, OUTSIDE_LAYERS
+from megatron.slipstream.options.rules import (
     Predicate,
     Rule,
     always,
@@ -49,6 +48,7 @@ from megatron.slipstream.rules import (
     require,
     unsupported,
 )
+from megatron.slipstream.plan.candidates import PolicyOptions
 
 
 def configured_by_flags(

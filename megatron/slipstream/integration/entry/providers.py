@@ -20,7 +20,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron.slipstream.context_parallel.options import rank_limits
+from megatron.slipstream.context_parallel.limits import rank_limits
 from megatron.slipstream.integration.cpu.cpu_modules import local_hybrid_stack_spec
 from megatron.slipstream.integration.packed import (
     dynamic_batches,
@@ -29,8 +29,8 @@ from megatron.slipstream.integration.packed import (
 )
 from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.integration.seam.specs import change_model_spec
-from megatron.slipstream.model_rules import moves_in_layer_graphs
-from megatron.slipstream.tiles.options import TileOptions
+from megatron.slipstream.options.fields import TileOptions
+from megatron.slipstream.options.model import moves_in_layer_graphs
 
 if TYPE_CHECKING:
     from megatron.slipstream.integration.record.monitor import Monitor

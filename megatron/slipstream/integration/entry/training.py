@@ -21,7 +21,6 @@ from typing import Any, NoReturn, Optional
 
 import torch
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.integration.entry.arguments import print_help
@@ -40,6 +39,7 @@ from megatron.slipstream.launcher import (
     rank,
     refuse,
 )
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.table import Feature

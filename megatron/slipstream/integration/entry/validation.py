@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from megatron.slipstream import preflight
 from megatron.slipstream.integration.cpu import cpu_only
 from megatron.slipstream.integration.entry import checks
 from megatron.slipstream.integration.entry.arguments import defaults_of_machine, parse
 from megatron.slipstream.integration.graphs import graph_goals
-from megatron.slipstream.rules import require
+from megatron.slipstream.options import preflight
+from megatron.slipstream.options.rules import require
 
 END_OF_DOCUMENT = "<|endoftext|>"
 """Special token that ``tools/preprocess_text.py`` inserts between documents."""

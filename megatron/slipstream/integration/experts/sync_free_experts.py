@@ -45,9 +45,9 @@ from megatron.slipstream.experts.capacity import (
 )
 from megatron.slipstream.experts.fixed_exchange import FixedExchange
 from megatron.slipstream.experts.grouped_linear import grouped_linear
-from megatron.slipstream.experts.options import check_experts
 from megatron.slipstream.integration.seam.specs import replace_classes
-from megatron.slipstream.rules import require
+from megatron.slipstream.options.experts import check_experts
+from megatron.slipstream.options.rules import require
 
 
 class RowsOfExperts(NamedTuple):

@@ -14,12 +14,12 @@ import dataclasses
 import logging
 from typing import Any, Optional
 
-from megatron.slipstream import preflight
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.entry.log_setup import log_to_stderr
-from megatron.slipstream.integration.seam.config_file import config_from_environment
-from megatron.slipstream.rules import require
+from megatron.slipstream.options import preflight
+from megatron.slipstream.options.config_file import config_from_environment
+from megatron.slipstream.options.fields import OffloadConfig
+from megatron.slipstream.options.rules import require
 
 logger = logging.getLogger(__name__)
 

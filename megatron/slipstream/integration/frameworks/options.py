@@ -22,52 +22,16 @@ import difflib
 import logging
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any, Optional, TypedDict
+from typing import Any, Optional
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron.slipstream.model_rules import check_model_options
-from megatron.slipstream.module_rules import own_modules
-from megatron.slipstream.rules import require
+from megatron.slipstream.options.fields import DEFAULTS, MODULES, SWITCH, OffloadOptions
+from megatron.slipstream.options.model import check_model_options
+from megatron.slipstream.options.modules import own_modules
+from megatron.slipstream.options.rules import require
 
 logger = logging.getLogger(__name__)
-
-SWITCH = "fine_grained_activation_offloading"
-MODULES = "offload_modules"
-
-
-class OffloadOptions(TypedDict, total=False):
-    """Megatron-core's offloading options by name: see its ``TransformerConfig``."""
-
-    fine_grained_activation_offloading: Optional[bool]
-    """See [Note: Three values of on and off]."""
-    offload_modules: Optional[list[str]]
-    """The modules to offload, by their names in ``model_rules.MODULE_NAMES``."""
-    activation_offload_fraction: Optional[float]
-    """Fraction of each pass's groups to offload, 0 to 1. Since megatron-core 0.19."""
-    delta_offload_bytes_across_pp_ranks: Optional[int]
-    """Bytes that each pipeline rank keeps beyond those of the previous one. Since megatron-core
-    0.19."""
-    min_offloaded_tensor_size: Optional[int]
-    """Tensors whose memory has fewer elements (not bytes) stay on the device."""
-    delay_offload_until_cuda_graph: Optional[bool]
-    """Delay the copies of eager groups until the next CUDA graph is launched. Since megatron-core
-    0.19."""
-    fine_grained_offloading_max_inflight_offloads: Optional[int]
-    """Maximum number of D2H copies of each module that compute has not waited for; None for no
-    limit. Plans keep to it. Since megatron-core 0.18."""
-
-
-DEFAULTS: Mapping[str, Any] = {
-    SWITCH: False,
-    MODULES: [],
-    "activation_offload_fraction": 1.0,
-    "delta_offload_bytes_across_pp_ranks": 0,
-    "min_offloaded_tensor_size": 1024 * 1024,
-    "delay_offload_until_cuda_graph": False,
-    "fine_grained_offloading_max_inflight_offloads": None,
-}
-"""megatron-core's default of each option."""
 
 
 @dataclasses.dataclass(frozen=True)

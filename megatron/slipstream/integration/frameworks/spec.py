@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.slipstream.integration.frameworks import loading
 from megatron.slipstream.integration.graphs.graph_layers import with_graph_offloading
 from megatron.slipstream.integration.seam import compat
-from megatron.slipstream.model_rules import moves_in_layer_graphs
+from megatron.slipstream.options.model import moves_in_layer_graphs
 
 loading.load()
 

@@ -35,7 +35,6 @@ from megatron.slipstream.chunk_graphs.bank import GraphBank
 from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading, share_of_host_memory
-from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.experts.capacity import LayerCapacity, step_check
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
@@ -51,11 +50,12 @@ from megatron.slipstream.integration.graphs.schedules import chunk_slots
 from megatron.slipstream.integration.packed.context_parallel_groups import context_parallel_groups
 from megatron.slipstream.integration.seam.model_router import installed, marks_go_to
 from megatron.slipstream.launcher import rank
-from megatron.slipstream.model_rules import check_options_in_graphs
+from megatron.slipstream.options.chunk_graphs import check_chunk_graphs
+from megatron.slipstream.options.model import check_options_in_graphs
+from megatron.slipstream.options.rules import require, warn_once
 from megatron.slipstream.patches import exchanged_tensors, table
 from megatron.slipstream.patches.patching import applied, replace_on
 from megatron.slipstream.patches.table import Feature
-from megatron.slipstream.rules import require, warn_once
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
-from megatron.slipstream import preflight
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import (
     ONE_SIZE,
     GraphedLayer,
@@ -35,9 +34,10 @@ from megatron.slipstream.integration.graphs.graph_goals import warn_of_untimed_p
 from megatron.slipstream.integration.seam import compat, model_router
 from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
 from megatron.slipstream.integration.seam.specs import replace_classes
-from megatron.slipstream.model_rules import graphed_modules
+from megatron.slipstream.options import preflight
+from megatron.slipstream.options.model import graphed_modules
+from megatron.slipstream.options.rules import require
 from megatron.slipstream.patches.releases import is_since
-from megatron.slipstream.rules import require
 
 if TYPE_CHECKING:
     from megatron.slipstream.integration.graphs.packed_layer_graphs import PackedLayers

@@ -32,7 +32,6 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron.slipstream import preflight
 from megatron.slipstream.chunk_graphs.backend import Tail
 from megatron.slipstream.chunk_graphs.bank import CpSizes, together
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory, Static, StaticInputs
@@ -49,9 +48,10 @@ from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
 from megatron.slipstream.integration.packed.context_parallel_groups import context_parallel_groups
 from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
+from megatron.slipstream.options import preflight
+from megatron.slipstream.options.rules import require
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
-from megatron.slipstream.rules import require
 
 NUM_WARMUPS = 3
 """Warm-up passes before a size's first set is captured; each other set has one."""

@@ -30,7 +30,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.slipstream.integration.layers.tiled_model import has_tiles
-from megatron.slipstream.model_rules import CHECKPOINTED_MODULES, graphed_modules
+from megatron.slipstream.options.model import CHECKPOINTED_MODULES, graphed_modules
 from megatron.slipstream.plan.settings import WHOLE_LAYER
 
 

@@ -30,12 +30,13 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.integration.seam.layer_classes import convert
 from megatron.slipstream.launcher import rank
+from megatron.slipstream.options.fields import TileOptions
+from megatron.slipstream.options.rules import require
+from megatron.slipstream.options.tiles import check_tiles
 from megatron.slipstream.patches.marks import run_in_a_group
 from megatron.slipstream.plan import tiles
 from megatron.slipstream.plan.tiles import Tiling
-from megatron.slipstream.rules import require
 from megatron.slipstream.tiles.by_tiles import Bounds, Needs, run_by_tiles
-from megatron.slipstream.tiles.options import TileOptions, check_tiles
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from megatron.slipstream.context_parallel.documents import (
     load_group_index,
     save_group_index,
 )
-from megatron.slipstream.context_parallel.options import cost_model, rank_limits
+from megatron.slipstream.context_parallel.limits import cost_model, rank_limits
 from megatron.slipstream.integration.packed import packed_sequences
 from megatron.slipstream.integration.packed.context_parallel_groups import (
     check_agreement,

@@ -24,6 +24,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args
 
+from megatron.slipstream.options.packing import check_corpora
+from megatron.slipstream.options.rules import require
 from megatron.slipstream.packed_sequences.batch import (
     OFFSET_KEYS,
     for_context_parallel_rank,
@@ -36,10 +38,9 @@ from megatron.slipstream.packed_sequences.dataset import (
     load_index,
     save_index,
 )
-from megatron.slipstream.packed_sequences.options import check_corpora, pack_limits
+from megatron.slipstream.packed_sequences.packing import pack_limits
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
-from megatron.slipstream.rules import require
 
 logger = logging.getLogger(__name__)
 

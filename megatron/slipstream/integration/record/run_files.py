@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.estimate.file_errors import cure_of, wrong_with
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration.record.monitor import Monitor
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.whole_files import is_stream
 from megatron.slipstream.report_page import PAGE_SUFFIXES
 

@@ -16,7 +16,15 @@ from typing import Any, NoReturn, Optional
 
 import torch
 
-from megatron.slipstream.model_rules import graphed_modules
+from megatron.slipstream.options.model import graphed_modules
+from megatron.slipstream.options.rules import (
+    Finding,
+    Predicate,
+    Rule,
+    always,
+    check_rules,
+    option_rule,
+)
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied, resolve
 from megatron.slipstream.patches.releases import (
@@ -27,14 +35,6 @@ from megatron.slipstream.patches.releases import (
     release,
 )
 from megatron.slipstream.patches.training_loop import bound
-from megatron.slipstream.rules import (
-    Finding,
-    Predicate,
-    Rule,
-    always,
-    check_rules,
-    option_rule,
-)
 
 # The offload manager
 

@@ -27,15 +27,15 @@ from typing import Any, Optional, Protocol
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import host_limit
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.integration.seam import compat
-from megatron.slipstream.integration.seam.engine_setup import host_limit
 from megatron.slipstream.integration.seam.gradients import Gradients
 from megatron.slipstream.integration.seam.p2p_sync import disable_p2p_host_sync
-from megatron.slipstream.model_rules import moves_in_layer_graphs
+from megatron.slipstream.options.fields import OffloadConfig
+from megatron.slipstream.options.model import moves_in_layer_graphs
 from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
 from megatron.slipstream.plan.trace import StepKind
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Groups of modules that megatron-core does not mark: ``module_rules.OWN_MODULES``.
+"""Groups of modules that megatron-core does not mark: ``options.modules.OWN_MODULES``.
 
 Forward hooks start a group before a module and end it after, as megatron-core's layers do around
 their own. The hooks find the engine when they run, so they keep no reference to it.
@@ -20,7 +20,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.slipstream.module_rules import own_modules
+from megatron.slipstream.options.modules import own_modules
 from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
 
 _Groups = tuple[tuple[str, ...], ...]

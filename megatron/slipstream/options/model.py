@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.slipstream.module_rules import OWN_MODULES, check_own_modules
-from megatron.slipstream.rules import Finding, Predicate, Rule, check_rules, option_rule
+from megatron.slipstream.options.modules import OWN_MODULES, check_own_modules
+from megatron.slipstream.options.rules import Finding, Predicate, Rule, check_rules, option_rule
 
 MODULE_NAMES: Mapping[str, str] = {
     "attn_norm": "input layer norm (saves the layer input, [s, b, h])",
@@ -405,48 +405,3 @@ def check_options_in_graphs(facts: Any, has_gpu: bool) -> list[Finding]:
         if names and facts.recompute_granularity == "selective":
             findings.append(CHECKPOINTS_IN_GRAPHS.found(names=", ".join(names)))
     return findings
-
-
-# Other findings about training flags: see integration/entry/checks.py.
-
-STAYS = Rule(
-    "stays-on-the-device",
-    "warning",
-    "offload_modules: {names} of the layers that CUDA graphs capture (cuda_graph_impl, "
-    "cuda_graph_modules) stay on the device, since graphs keep what they take in and give out",
-    "leave them out, or capture other parts",
-)
-NO_EFFECT = Rule(
-    "no-effect",
-    "warning",
-    "{names}: no effect without fine_grained_activation_offloading",
-    "add --fine-grained-activation-offloading, or leave them out",
-)
-NO_EFFECT_ON_MEGATRON = Rule(
-    "no-effect-on-megatron",
-    "warning",
-    "{names}: no effect with offload_engine=megatron, which has no such options",
-    "set offload_engine=slipstream, or leave them out",
-)
-NO_FILES = Rule(
-    "no-files",
-    "warning",
-    "output_interval={interval}: no effect, since no file is written",
-    "name one with --run-record-path, --offload-report-path or --offload-trace-path, or leave it "
-    "out",
-)
-NOTHING_TO_MOVE = Rule(
-    "nothing-to-move",
-    "warning",
-    "recompute_granularity=full: a layer that is recomputed as a whole saves its input only, which "
-    "stays",
-    "set {needed} to move it",
-)
-
-
-REFUSED_BY_MEGATRON = Rule(
-    "refused-by-megatron",
-    "error",
-    "megatron-core's own validation: {message}",
-    "change the flag that this is about; megatron-core stops at the first, so look again",
-)

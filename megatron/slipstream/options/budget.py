@@ -7,10 +7,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.slipstream.model_rules import MODULE_NAMES, MOE_MODULE_NAMES
-from megatron.slipstream.module_rules import check_own_modules
-from megatron.slipstream.rules import Rule, option_rule
-from megatron.slipstream.tiles.options import check_tiles
+from megatron.slipstream.options.model import MODULE_NAMES, MOE_MODULE_NAMES
+from megatron.slipstream.options.modules import check_own_modules
+from megatron.slipstream.options.rules import Rule, option_rule
+from megatron.slipstream.options.tiles import check_tiles
 
 
 def has_budget(facts: Any) -> bool:

@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import logging
 
-from megatron.slipstream import preflight
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.host_limit import SharedHostLimit
 from megatron.slipstream.launcher import rank
+from megatron.slipstream.options import host_memory
+from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 logger = logging.getLogger(__name__)
 
-host_limit = SharedHostLimit(preflight.default_host_memory_limit_bytes)
+host_limit = SharedHostLimit(host_memory.default_host_memory_limit_bytes)
 """The limit on pinned host memory of this process, which all its engines share."""
 
 

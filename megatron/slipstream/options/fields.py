@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, Literal, Optional, Union, get_type_hints
+from typing import Any, Literal, Optional, TypedDict, Union, get_type_hints
 
-from megatron.slipstream.rules import Rule, always, check_rules, option_rule, require
+from megatron.slipstream.options.rules import Rule, always, check_rules, option_rule, require
+from megatron.slipstream.plan.tiles import NumTiles
 
 
 @dataclass(frozen=True)
@@ -338,3 +340,176 @@ def check_is_config(config: object) -> None:
     """
     if not isinstance(config, OffloadConfig):
         raise ValueError(f"config={config!r} is no OffloadConfig; give OffloadConfig(...), or none")
+
+
+@dataclass(frozen=True)
+class PackingOptions:
+    """Settings of packed training, which ``sequence_packing`` switches on."""
+
+    sequence_packing: Optional[Literal["greedy", "balanced"]] = None
+    """Train on whole documents side by side instead of on rows of --seq-length tokens cut out of
+    their concatenation; attention does not cross documents. A micro-batch is one buffer of
+    --seq-length tokens (set --micro-batch-size 1). 'greedy' fills one buffer after the other;
+    'balanced' also equalises the cost of attention among data-parallel ranks."""
+
+    thd_max_packed_sequences: Optional[int] = None
+    """Maximum number of documents in a micro-batch; it fixes the shape of attention's offsets. Not
+    set: one per 64 tokens."""
+
+    thd_max_tokens: Optional[int] = None
+    """Tokens of a micro-batch on one rank, padding included. Only --seq-length divided by the
+    context-parallel size, the default, is supported."""
+
+
+@dataclass(frozen=True)
+class DynamicContextParallelOptions:
+    """Settings of dynamic context parallelism, in addition to those of packed sequences."""
+
+    dynamic_context_parallel: bool = False
+    """Choose a context-parallel size for every micro-batch of packed sequences: documents longer
+    than a rank's buffer (--seq-length / --context-parallel-size tokens) are divided among as many
+    data- and context-parallel ranks as they need. Needs --sequence-packing balanced and
+    --calculate-per-token-loss."""
+
+    min_dynamic_context_parallel_size: int = 1
+    """Smallest context-parallel size of a micro-batch, a power of two."""
+
+    max_dynamic_context_parallel_size: Optional[int] = None
+    """Largest context-parallel size of a micro-batch, a power of two; longer documents are cut. Not
+    set: the largest that divides the number of data- and context-parallel ranks."""
+
+    dynamic_context_parallel_verify: bool = False
+    """Debugging: compare before every micro-batch what the ranks of a group are about to compute,
+    and raise an error instead of hanging. The host waits each time."""
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Settings of expert layers."""
+
+    moe_sync_free_experts: bool = False
+    """Keep the number of tokens of each expert on the GPU, so that the host never waits for it:
+    dropless experts on torch's grouped GEMM. bf16, one tensor-parallel rank."""
+    moe_sync_free_capacity_factor: Optional[float] = None
+    """Rows that sync-free experts can send from one expert-parallel rank to another, by those of an
+    even share, such as 2.0. A step that needs more ends with an error that says how much. Default:
+    as many as there can be, which takes memory for expert_model_parallel_size times the rows."""
+
+
+def parse_tiles(text: str) -> NumTiles:
+    """Parse a number of tiles from the command line: an integer or 'auto'.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is neither.
+    """
+    return parse_number_or_auto(text, int, "an integer")
+
+
+_TILES = {"argparse_meta": {"type": parse_tiles, "metavar": "N"}}
+
+
+@dataclass(frozen=True)
+class TileOptions:
+    """Settings of tiles of the sequence, with or without offloading."""
+
+    loss_sequence_tiles: Union[int, Literal["auto"]] = field(default=1, metadata=_TILES)
+    """Compute output layer and loss in this many tiles of the sequence, so that logits never exist
+    as a whole. Backward computes each tile again. 'auto': tiles whose logits take at most 512 MiB,
+    or of 1024 tokens if that is more. 1 is off."""
+    mlp_sequence_tiles: Union[int, Literal["auto"]] = field(default=1, metadata=_TILES)
+    """Compute each MLP, and the experts of a rank on their tokens, in this many tiles. An MLP then
+    saves its input only, and backward computes each tile again. 'auto': tiles whose tensors inside
+    the MLP take at most 512 MiB, or of 1024 tokens if that is more. 1 is off."""
+
+
+@dataclass(frozen=True)
+class ChunkGraphOptions:
+    """Settings of CUDA graphs of whole model chunks."""
+
+    cuda_graph_granularity: Literal["layer", "chunk"] = "layer"
+    """Content of a CUDA graph. 'layer': what --cuda-graph-impl says. 'chunk', in its place: the
+    forward or the backward of all layers of a pipeline stage (or virtual stage), replayed by
+    Slipstream. Micro-batches need one shape: sequences of one length, or --sequence-packing. With
+    --dynamic-context-parallel a graph is captured for every size."""
+
+
+@dataclass(frozen=True)
+class EntryOptions:
+    """Settings of the training script, beside those of the engine."""
+
+    tokenizer_json: Optional[str] = None
+    """Tokenizer file written by tools/preprocess_text.py. Sets the vocabulary size and the
+    end-of-document token; replaces --tokenizer-type and --vocab-size."""
+
+    progress: Literal["auto", "on", "off"] = "auto"
+    """Loss, time and offloaded bytes of an iteration on stderr: 'on' draws a progress bar; 'auto'
+    does so on a terminal and otherwise logs a line every --log-interval iterations; 'off' shows
+    neither."""
+
+    megatron_output_path: str = "megatron-output.log"
+    """File that megatron's own output is appended to: its arguments, warnings and a line per
+    iteration with times. '-' prints it instead. Ranks are named as in '--offload-report-path'."""
+
+    eval_before_training: bool = False
+    """Evaluate on the validation set before the first iteration, too."""
+
+    run_record_path: Optional[str] = None
+    """Write this run's figures as JSON to this file: loss and peak activation bytes per iteration,
+    evaluation losses, digests of the last gradients and the final weights. Ranks are named as in
+    '--offload-report-path'."""
+
+    output_interval: int = 100
+    """Iterations between two writings of report, trace and run record, which are also written when
+    training ends; 0: only then. An .html report is written at the end."""
+
+
+GROUPS: tuple[tuple[type, str], ...] = (
+    (OffloadConfig, "slipstream"),
+    (PackingOptions, "slipstream packed sequences"),
+    (DynamicContextParallelOptions, "slipstream dynamic context parallelism"),
+    (ExpertOptions, "slipstream experts"),
+    (TileOptions, "slipstream tiles of the sequence"),
+    (ChunkGraphOptions, "slipstream CUDA graphs"),
+    (EntryOptions, "slipstream script"),
+)
+"""Dataclasses whose fields are flags, and the titles of their groups."""
+
+
+SWITCH = "fine_grained_activation_offloading"
+
+
+MODULES = "offload_modules"
+
+
+class OffloadOptions(TypedDict, total=False):
+    """Megatron-core's offloading options by name: see its ``TransformerConfig``."""
+
+    fine_grained_activation_offloading: Optional[bool]
+    """See [Note: Three values of on and off]."""
+    offload_modules: Optional[list[str]]
+    """The modules to offload, by their names in ``options.model.MODULE_NAMES``."""
+    activation_offload_fraction: Optional[float]
+    """Fraction of each pass's groups to offload, 0 to 1. Since megatron-core 0.19."""
+    delta_offload_bytes_across_pp_ranks: Optional[int]
+    """Bytes that each pipeline rank keeps beyond those of the previous one. Since megatron-core
+    0.19."""
+    min_offloaded_tensor_size: Optional[int]
+    """Tensors whose memory has fewer elements (not bytes) stay on the device."""
+    delay_offload_until_cuda_graph: Optional[bool]
+    """Delay the copies of eager groups until the next CUDA graph is launched. Since megatron-core
+    0.19."""
+    fine_grained_offloading_max_inflight_offloads: Optional[int]
+    """Maximum number of D2H copies of each module that compute has not waited for; None for no
+    limit. Plans keep to it. Since megatron-core 0.18."""
+
+
+DEFAULTS: Mapping[str, Any] = {
+    SWITCH: False,
+    MODULES: [],
+    "activation_offload_fraction": 1.0,
+    "delta_offload_bytes_across_pp_ranks": 0,
+    "min_offloaded_tensor_size": 1024 * 1024,
+    "delay_offload_until_cuda_graph": False,
+    "fine_grained_offloading_max_inflight_offloads": None,
+}
+"""megatron-core's default of each option."""

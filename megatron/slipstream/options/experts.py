@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Optional
 
-from megatron.slipstream.rules import (
+from megatron.slipstream.options.rules import (
     Finding,
     Predicate,
     Rule,
@@ -18,20 +17,6 @@ from megatron.slipstream.rules import (
     option_rule,
     unsupported,
 )
-
-
-@dataclass(frozen=True)
-class ExpertOptions:
-    """Settings of expert layers."""
-
-    moe_sync_free_experts: bool = False
-    """Keep the number of tokens of each expert on the GPU, so that the host never waits for it:
-    dropless experts on torch's grouped GEMM. bf16, one tensor-parallel rank."""
-    moe_sync_free_capacity_factor: Optional[float] = None
-    """Rows that sync-free experts can send from one expert-parallel rank to another, by those of an
-    even share, such as 2.0. A step that needs more ends with an error that says how much. Default:
-    as many as there can be, which takes memory for expert_model_parallel_size times the rows."""
-
 
 _DEFAULTS: dict[str, Any] = {
     "moe_sync_free_experts": False,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.slipstream.rules import Finding, Predicate, Rule, check_rules, option_rule
+from megatron.slipstream.options.rules import Finding, Predicate, Rule, check_rules, option_rule
 
 OWN_MODULES: Mapping[str, str] = {
     "mlp_fc1": "first linear layer of a dense MLP (saves the normalised input, [s, b, h]; "

@@ -5,13 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Optional
+from typing import Any
 
-from megatron.slipstream.model_rules import graphed_modules
-from megatron.slipstream.packed_sequences.packing import PackLimits
-from megatron.slipstream.rules import (
+from megatron.slipstream.options.model import graphed_modules
+from megatron.slipstream.options.rules import (
     Finding,
     Rule,
     check_by,
@@ -21,29 +19,7 @@ from megatron.slipstream.rules import (
     option_rule,
     unsupported,
 )
-
-_TOKENS_PER_SEQUENCE = 64
-"""Tokens per sequence behind the default number: documents of this length fill a buffer."""
-
-
-@dataclass(frozen=True)
-class PackingOptions:
-    """Settings of packed training, which ``sequence_packing`` switches on."""
-
-    sequence_packing: Optional[Literal["greedy", "balanced"]] = None
-    """Train on whole documents side by side instead of on rows of --seq-length tokens cut out of
-    their concatenation; attention does not cross documents. A micro-batch is one buffer of
-    --seq-length tokens (set --micro-batch-size 1). 'greedy' fills one buffer after the other;
-    'balanced' also equalises the cost of attention among data-parallel ranks."""
-
-    thd_max_packed_sequences: Optional[int] = None
-    """Maximum number of documents in a micro-batch; it fixes the shape of attention's offsets. Not
-    set: one per 64 tokens."""
-
-    thd_max_tokens: Optional[int] = None
-    """Tokens of a micro-batch on one rank, padding included. Only --seq-length divided by the
-    context-parallel size, the default, is supported."""
-
+from megatron.slipstream.packed_sequences.packing import pack_limits
 
 _DEFAULTS: dict[str, Any] = {
     "context_parallel_size": 1,
@@ -361,30 +337,3 @@ def check_corpora(args: Any, blends: Iterable[Sequence[str]]) -> list[Finding]:
     largest = max(map(len, blends), default=0)
     is_mixed = args.sequence_packing == "balanced" and largest > 1
     return [CORPORA.found(number=largest)] if is_mixed else []
-
-
-def pack_limits(args: Any) -> PackLimits:
-    """Return the limits of a micro-batch, over all context-parallel ranks together.
-
-    Args:
-        args: Arguments with ``seq_length``, ``context_parallel_size`` and
-            ``thd_max_packed_sequences``.
-
-    Raises:
-        ValueError: There is no ``seq_length``, or see
-            :class:`~megatron.slipstream.packed_sequences.packing.PackLimits`.
-    """
-    if args.seq_length is None:
-        raise ValueError(
-            "seq_length=None is not supported with sequence_packing because it is the size of the "
-            "buffer that documents are packed into; set the number of tokens"
-        )
-    context_parallel_size = args.context_parallel_size
-    max_sequences = args.thd_max_packed_sequences
-    if max_sequences is None:
-        max_sequences = -(-args.seq_length // _TOKENS_PER_SEQUENCE)
-    return PackLimits(
-        max_tokens=args.seq_length,
-        max_sequences=max_sequences,
-        alignment=2 * context_parallel_size if context_parallel_size > 1 else 1,
-    )

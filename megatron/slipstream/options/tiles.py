@@ -5,15 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Union
+from typing import Any
 
-from megatron.slipstream.config import parse_number_or_auto
-from megatron.slipstream.model_rules import MOE_MODULE_NAMES, graphed_modules
-from megatron.slipstream.module_rules import OF_DENSE_MLP
-from megatron.slipstream.plan.tiles import NumTiles
-from megatron.slipstream.rules import (
+from megatron.slipstream.options.model import MOE_MODULE_NAMES, graphed_modules
+from megatron.slipstream.options.modules import OF_DENSE_MLP
+from megatron.slipstream.options.rules import (
     Finding,
     Predicate,
     Rule,
@@ -23,33 +20,6 @@ from megatron.slipstream.rules import (
     option_rule,
     unsupported,
 )
-
-
-def parse_tiles(text: str) -> NumTiles:
-    """Parse a number of tiles from the command line: an integer or 'auto'.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is neither.
-    """
-    return parse_number_or_auto(text, int, "an integer")
-
-
-_TILES = {"argparse_meta": {"type": parse_tiles, "metavar": "N"}}
-
-
-@dataclass(frozen=True)
-class TileOptions:
-    """Settings of tiles of the sequence, with or without offloading."""
-
-    loss_sequence_tiles: Union[int, Literal["auto"]] = field(default=1, metadata=_TILES)
-    """Compute output layer and loss in this many tiles of the sequence, so that logits never exist
-    as a whole. Backward computes each tile again. 'auto': tiles whose logits take at most 512 MiB,
-    or of 1024 tokens if that is more. 1 is off."""
-    mlp_sequence_tiles: Union[int, Literal["auto"]] = field(default=1, metadata=_TILES)
-    """Compute each MLP, and the experts of a rank on their tokens, in this many tiles. An MLP then
-    saves its input only, and backward computes each tile again. 'auto': tiles whose tensors inside
-    the MLP take at most 512 MiB, or of 1024 tokens if that is more. 1 is off."""
-
 
 _DEFAULTS: dict[str, Any] = {
     "cuda_graph_impl": "none",

@@ -3,7 +3,7 @@
 """Reads Slipstream's own settings from a YAML file, for frameworks without options for them.
 
 The environment variable :data:`VARIABLE` names the file. Its keys are the fields of
-:class:`~megatron.slipstream.config.OffloadConfig`:
+:class:`~megatron.slipstream.options.fields.OffloadConfig`:
 
     offload_max_overhead_percent: 1
     offload_host_memory_limit_bytes: 64000000000
@@ -20,9 +20,8 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration.frameworks.options import DEFAULTS as MEGATRON_OPTIONS
 from megatron.slipstream.launcher import rank
+from megatron.slipstream.options.fields import DEFAULTS as MEGATRON_OPTIONS, OffloadConfig
 
 logger = logging.getLogger(__name__)
 

@@ -4,13 +4,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Optional
+from typing import Any
 
-from megatron.slipstream.context_parallel.limits import CostModel, RankLimits
-from megatron.slipstream.packed_sequences.options import pack_limits
-from megatron.slipstream.rules import (
+from megatron.slipstream.context_parallel.limits import rank_limits
+from megatron.slipstream.options.rules import (
     Finding,
     Rule,
     check_by,
@@ -20,29 +18,6 @@ from megatron.slipstream.rules import (
     option_rule,
     unsupported,
 )
-
-
-@dataclass(frozen=True)
-class DynamicContextParallelOptions:
-    """Settings of dynamic context parallelism, in addition to those of packed sequences."""
-
-    dynamic_context_parallel: bool = False
-    """Choose a context-parallel size for every micro-batch of packed sequences: documents longer
-    than a rank's buffer (--seq-length / --context-parallel-size tokens) are divided among as many
-    data- and context-parallel ranks as they need. Needs --sequence-packing balanced and
-    --calculate-per-token-loss."""
-
-    min_dynamic_context_parallel_size: int = 1
-    """Smallest context-parallel size of a micro-batch, a power of two."""
-
-    max_dynamic_context_parallel_size: Optional[int] = None
-    """Largest context-parallel size of a micro-batch, a power of two; longer documents are cut. Not
-    set: the largest that divides the number of data- and context-parallel ranks."""
-
-    dynamic_context_parallel_verify: bool = False
-    """Debugging: compare before every micro-batch what the ranks of a group are about to compute,
-    and raise an error instead of hanging. The host waits each time."""
-
 
 _DEFAULTS: dict[str, Any] = {
     "context_parallel_size": 1,
@@ -192,58 +167,3 @@ def _check_positions(facts: Any) -> list[Finding]:
     if given >= longest:
         return []
     return [POSITIONS.found(given=given, largest=limits.largest, longest=longest)]
-
-
-def rank_limits(args: Any) -> RankLimits:
-    """Return the ranks that share micro-batches, and the limits of each rank's buffer.
-
-    Args:
-        args: Validated arguments, megatron's and ours.
-
-    Raises:
-        ValueError: See :class:`~megatron.slipstream.context_parallel.limits.RankLimits`.
-    """
-    context_parallel_size = args.context_parallel_size
-    return RankLimits(
-        num_ranks=args.data_parallel_size * context_parallel_size,
-        tokens_per_rank=args.seq_length // context_parallel_size,
-        max_sequences=pack_limits(args).max_sequences,
-        min_size=args.min_dynamic_context_parallel_size,
-        max_size=args.max_dynamic_context_parallel_size,
-    )
-
-
-def cost_model(args: Any) -> CostModel:
-    """Return the cost model of the model's layers.
-
-    Args:
-        args: Validated arguments, which give the sizes of a layer.
-    """
-    hidden = args.hidden_size
-    heads = args.num_attention_heads
-    if getattr(args, "multi_latent_attention", False):
-        width = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim) // 2
-        projections = _latent_projections(args)
-    else:
-        width = heads * args.kv_channels
-        groups = args.num_query_groups if args.group_query_attention else heads
-        projections = 2 * hidden * (width + groups * args.kv_channels)
-    matrices = 3 if args.swiglu else 2
-    feed_forward = matrices * hidden * args.ffn_hidden_size
-    if args.num_experts:
-        active = args.moe_router_topk * args.moe_ffn_hidden_size
-        active += getattr(args, "moe_shared_expert_intermediate_size", None) or 0
-        feed_forward = matrices * hidden * active
-    return CostModel.of_layer(projections + feed_forward, width)
-
-
-def _latent_projections(args: Any) -> int:
-    """Return the number of weights of a layer's multi-latent attention projections."""
-    hidden, heads = args.hidden_size, args.num_attention_heads
-    query_size = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
-    query = hidden * query_size
-    if args.q_lora_rank:
-        query = (hidden + query_size) * args.q_lora_rank
-    down = hidden * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
-    up = args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim)
-    return int(query + down + up + heads * args.v_head_dim * hidden)

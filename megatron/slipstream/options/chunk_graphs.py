@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from megatron.slipstream.rules import (
+from megatron.slipstream.options.rules import (
     Finding,
     Rule,
     check_rules,
@@ -17,18 +16,6 @@ from megatron.slipstream.rules import (
     option_rule,
     unsupported,
 )
-
-
-@dataclass(frozen=True)
-class ChunkGraphOptions:
-    """Settings of CUDA graphs of whole model chunks."""
-
-    cuda_graph_granularity: Literal["layer", "chunk"] = "layer"
-    """Content of a CUDA graph. 'layer': what --cuda-graph-impl says. 'chunk', in its place: the
-    forward or the backward of all layers of a pipeline stage (or virtual stage), replayed by
-    Slipstream. Micro-batches need one shape: sequences of one length, or --sequence-packing. With
-    --dynamic-context-parallel a graph is captured for every size."""
-
 
 _DEFAULTS: dict[str, Any] = {
     "cuda_graph_granularity": "layer",

@@ -1,0 +1,352 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Checks of learning rate and weight decay, which megatron asserts after it has built the model."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from megatron.slipstream.options.rules import (
+    Finding,
+    Rule,
+    always,
+    check_rules,
+    option_rule,
+    unsupported,
+)
+
+
+def check_schedule(args: Any) -> list[Finding]:
+    """Return findings about the schedule of the optimizer's parameters."""
+    return [] if args.skip_train else check_rules(SCHEDULE_RULES, args)
+
+
+def _is_by_samples(args: Any) -> bool:
+    return not args.train_iters and bool(args.train_samples)
+
+
+def _is_by_iterations(args: Any) -> bool:
+    return bool(args.train_iters)
+
+
+def _decay_iters(args: Any) -> int:
+    return int(args.train_iters if args.lr_decay_iters is None else args.lr_decay_iters)
+
+
+def _decay_samples(args: Any) -> int:
+    return int(args.train_samples if args.lr_decay_samples is None else args.lr_decay_samples)
+
+
+def _is_wsd(args: Any) -> bool:
+    return bool(args.lr_decay_style == "WSD")
+
+
+def _positive(value: Optional[float]) -> bool:
+    return value is None or value > 0
+
+
+SCHEDULE_RULES: tuple[Rule, ...] = (
+    option_rule("lr", always, lambda f: f.lr is not None, "lr is not set", "set --lr"),
+    option_rule(
+        "min_lr",
+        always,
+        lambda f: f.min_lr >= 0 and (f.lr is None or f.min_lr <= f.lr),
+        "min_lr={min_lr} is not from 0 to lr={lr}",
+        "set --min-lr to 0 or more, and at most --lr",
+    ),
+    option_rule(
+        "lr_warmup_init",
+        lambda f: f.lr is not None,
+        lambda f: f.lr_warmup_init <= f.lr,
+        "lr_warmup_init={lr_warmup_init} is above lr={lr}",
+        "set --lr-warmup-init to at most --lr",
+    ),
+    option_rule(
+        "lr_decay_iters",
+        _is_by_iterations,
+        lambda f: _positive(f.lr_decay_iters),
+        "lr_decay_iters={lr_decay_iters} is no number of iterations",
+        "set --lr-decay-iters to 1 or more",
+    ),
+    option_rule(
+        "lr_decay_samples",
+        _is_by_samples,
+        lambda f: _positive(f.lr_decay_samples),
+        "lr_decay_samples={lr_decay_samples} is no number of samples",
+        "set --lr-decay-samples to 1 or more",
+    ),
+    option_rule(
+        "lr_warmup_fraction",
+        always,
+        lambda f: f.lr_warmup_fraction is None or f.lr_warmup_fraction < 1,
+        "lr_warmup_fraction={lr_warmup_fraction} leaves nothing after the warm-up",
+        "set --lr-warmup-fraction to less than 1",
+    ),
+    option_rule(
+        "lr_warmup_iters",
+        lambda f: _is_by_iterations(f) and f.lr_warmup_fraction is None,
+        lambda f: f.lr_warmup_iters < _decay_iters(f) or not _positive(f.lr_decay_iters),
+        "lr_warmup_iters={lr_warmup_iters} leaves nothing after the warm-up of a learning rate "
+        "that decays in train_iters={train_iters} or lr_decay_iters={lr_decay_iters} iterations",
+        "set --lr-warmup-iters to fewer, or --lr-decay-iters to more",
+    ),
+    option_rule(
+        "lr_warmup_samples",
+        lambda f: _is_by_samples(f) and f.lr_warmup_fraction is None,
+        lambda f: f.lr_warmup_samples < _decay_samples(f) or not _positive(f.lr_decay_samples),
+        "lr_warmup_samples={lr_warmup_samples} leaves nothing after the warm-up of a learning rate "
+        "that decays in train_samples={train_samples} or lr_decay_samples={lr_decay_samples}",
+        "set --lr-warmup-samples to fewer, or --lr-decay-samples to more",
+    ),
+    option_rule(
+        "lr_wsd_decay_iters",
+        lambda f: _is_wsd(f) and _is_by_iterations(f),
+        lambda f: f.lr_wsd_decay_iters is not None,
+        "lr_wsd_decay_iters is not set, which lr_decay_style=WSD needs",
+        "set --lr-wsd-decay-iters, or another --lr-decay-style",
+    ),
+    option_rule(
+        "lr_wsd_decay_samples",
+        lambda f: _is_wsd(f) and _is_by_samples(f),
+        lambda f: f.lr_wsd_decay_samples is not None,
+        "lr_wsd_decay_samples is not set, which lr_decay_style=WSD needs",
+        "set --lr-wsd-decay-samples, or another --lr-decay-style",
+    ),
+    option_rule(
+        "weight_decay",
+        always,
+        lambda f: f.weight_decay >= 0,
+        "weight_decay={weight_decay} is negative",
+        "set --weight-decay to 0 or more",
+    ),
+    option_rule(
+        "end_weight_decay",
+        lambda f: None not in (f.start_weight_decay, f.end_weight_decay),
+        lambda f: 0 <= f.start_weight_decay <= f.end_weight_decay,
+        "start_weight_decay={start_weight_decay} is not from 0 to "
+        "end_weight_decay={end_weight_decay}",
+        "set --end-weight-decay to at least --start-weight-decay, and that to 0 or more",
+    ),
+    option_rule(
+        "override_opt_param_scheduler",
+        lambda f: f.use_checkpoint_opt_param_scheduler,
+        lambda f: not f.override_opt_param_scheduler,
+        "override_opt_param_scheduler=True is not supported with "
+        "use_checkpoint_opt_param_scheduler=True because one schedule is followed",
+        "leave one of them out",
+    ),
+)
+"""Requirements of megatron's ``OptimizerParamScheduler``."""
+
+
+# Machine, data and files
+
+
+def _offloads_without_gpu(facts: Any) -> bool:
+    return bool(facts.fine_grained_activation_offloading) and not facts.has_gpu
+
+
+def _graphs_layers_without_gpu(facts: Any) -> bool:
+    # With packed sequences, the packing rules check layer graphs, with or without a GPU.
+    return not facts.has_gpu and facts.sequence_packing is None
+
+
+def _graphs_are_off(option: str, off: Any) -> Rule:
+    """Return a rule against layer graphs without a GPU, where only chunk graphs are emulated."""
+    return unsupported(
+        "without a GPU",
+        _graphs_layers_without_gpu,
+        option,
+        "CUDA graphs are captured from a GPU's streams",
+        f"set {option}={off}, or leave it out",
+        lambda facts: getattr(facts, option, None) in (None, False, off),
+    )
+
+
+MACHINE_RULES: tuple[Rule, ...] = (
+    unsupported(
+        "without a GPU",
+        _offloads_without_gpu,
+        "offload_engine",
+        "megatron-core's engine is written for CUDA streams",
+        "set offload_engine=slipstream",
+        lambda f: f.offload_engine == "slipstream",
+    ),
+    unsupported(
+        "without a GPU",
+        _offloads_without_gpu,
+        "offload_backend",
+        "there is no device memory to leave",
+        "set offload_backend=auto or cpu",
+        lambda f: f.offload_backend != "cuda",
+    ),
+    unsupported(
+        "without a GPU",
+        lambda f: not f.has_gpu,
+        "activation_memory_budget",
+        "host memory stands in for the device's, and has no end of its own",
+        "set the GiB that activations may use",
+        lambda f: f.activation_memory_budget != "auto",
+    ),
+    _graphs_are_off("cuda_graph_impl", "none"),
+    _graphs_are_off("enable_cuda_graph", False),
+    _graphs_are_off("external_cuda_graph", False),
+    _graphs_are_off("optimizer_cuda_graph", False),
+    unsupported(
+        "without a GPU",
+        lambda f: not f.has_gpu,
+        "transformer_impl",
+        "its kernels run on CUDA only",
+        "set --transformer-impl local",
+        lambda f: f.transformer_impl != "transformer_engine",
+    ),
+    option_rule(
+        "eval_interval",
+        lambda f: not (f.full_validation or f.skip_train),
+        lambda f: f.eval_interval is not None,
+        "eval_interval is not set, and megatron-core divides by it even if nothing is evaluated",
+        "set --eval-interval to the iterations between evaluations (with --eval-iters 0 there is "
+        "none)",
+    ),
+    option_rule(
+        "train_iters",
+        lambda f: not (f.skip_train or f.train_samples),
+        lambda f: f.train_iters is not None and f.train_iters > 0,
+        "train_iters={train_iters} is no number of iterations to train",
+        "set --train-iters to 1 or more, or --train-samples",
+    ),
+    option_rule(
+        "num_layers",
+        always,
+        lambda f: f.num_layers is None or f.num_layers > 0,
+        "num_layers={num_layers} is no number of layers",
+        "set --num-layers to 1 or more",
+    ),
+    option_rule(
+        "vocab_size",
+        always,
+        lambda f: f.vocab_size is None or f.vocab_size > 0,
+        "vocab_size={vocab_size} is no number of tokens",
+        "set --vocab-size to 1 or more, or --tokenizer-json",
+    ),
+    option_rule(
+        "log_interval",
+        always,
+        lambda f: f.log_interval > 0,
+        "log_interval={log_interval} is not positive, and megatron-core divides by it",
+        "set --log-interval to 1 or more iterations",
+    ),
+    option_rule(
+        "data_path",
+        lambda f: f.mock_data,
+        lambda f: f.data_path is None,
+        "data_path={data_path} is not supported with mock_data=True because one source of data is "
+        "read",
+        "leave --mock-data out, or --data-path",
+    ),
+    # Without a GPU, our own core attention supports packed sequences; see cpu_modules.py.
+    unsupported(
+        "with sequence_packing={sequence_packing} on a GPU",
+        lambda f: f.has_gpu and f.sequence_packing is not None,
+        "transformer_impl",
+        "megatron-core's own attention takes no packed sequences",
+        "set --transformer-impl transformer_engine",
+        lambda f: f.transformer_impl == "transformer_engine",
+    ),
+    unsupported(
+        "without a GPU",
+        lambda f: not f.has_gpu and f.tensor_model_parallel_size > 1,
+        "sequence_parallel",
+        "megatron-core's layers for tensor parallelism then ask for a CUDA device",
+        "leave --sequence-parallel out",
+    ),
+    unsupported(
+        "without a GPU",
+        lambda f: (
+            not f.has_gpu
+            and f.num_experts is not None
+            and f.ckpt_format == "torch_dist"
+            and (f.save is not None or f.load is not None)
+            and not f.moe_sync_free_experts
+        ),
+        "moe_grouped_gemm",
+        "the grouped GEMM for the CPU has no sharded state for ckpt_format=torch_dist",
+        "set --ckpt-format torch, or leave --moe-grouped-gemm out",
+    ),
+    option_rule(
+        "eval_before_training",
+        lambda f: f.eval_before_training,
+        lambda f: f.full_validation or f.eval_iters != 0,
+        "eval_before_training=True is not supported with eval_iters=0 because nothing is evaluated",
+        "set --eval-iters to 1 or more, or leave --eval-before-training out",
+    ),
+    option_rule(
+        "eval_before_training",
+        lambda f: f.eval_before_training,
+        lambda f: not f.skip_train,
+        "eval_before_training=True is not supported with skip_train=True because there is no "
+        "training to evaluate before",
+        "leave --eval-before-training out: --skip-train evaluates",
+    ),
+    option_rule(
+        "output_interval",
+        always,
+        lambda f: f.output_interval >= 0,
+        "output_interval={output_interval} is negative",
+        "set 1 or more iterations, or 0 to write at the end only",
+    ),
+)
+"""Requirements on the arguments for training on this machine; they also read ``has_gpu``."""
+
+
+# Other findings about training flags: see integration/entry/checks.py.
+
+STAYS = Rule(
+    "stays-on-the-device",
+    "warning",
+    "offload_modules: {names} of the layers that CUDA graphs capture (cuda_graph_impl, "
+    "cuda_graph_modules) stay on the device, since graphs keep what they take in and give out",
+    "leave them out, or capture other parts",
+)
+
+
+NO_EFFECT = Rule(
+    "no-effect",
+    "warning",
+    "{names}: no effect without fine_grained_activation_offloading",
+    "add --fine-grained-activation-offloading, or leave them out",
+)
+
+
+NO_EFFECT_ON_MEGATRON = Rule(
+    "no-effect-on-megatron",
+    "warning",
+    "{names}: no effect with offload_engine=megatron, which has no such options",
+    "set offload_engine=slipstream, or leave them out",
+)
+
+
+NO_FILES = Rule(
+    "no-files",
+    "warning",
+    "output_interval={interval}: no effect, since no file is written",
+    "name one with --run-record-path, --offload-report-path or --offload-trace-path, or leave it "
+    "out",
+)
+
+
+NOTHING_TO_MOVE = Rule(
+    "nothing-to-move",
+    "warning",
+    "recompute_granularity=full: a layer that is recomputed as a whole saves its input only, which "
+    "stays",
+    "set {needed} to move it",
+)
+
+
+REFUSED_BY_MEGATRON = Rule(
+    "refused-by-megatron",
+    "error",
+    "megatron-core's own validation: {message}",
+    "change the flag that this is about; megatron-core stops at the first, so look again",
+)
