@@ -483,7 +483,9 @@ def test_scripts_can_be_executed(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
 
 
-@pytest.mark.parametrize("failing", ["", "lint", "docs", "test", "test-release", "install-browser"])
+@pytest.mark.parametrize(
+    "failing", ["", "lint", "docs", "python", "test", "test-release", "install-browser"]
+)
 def test_ci_runs_lint_docs_and_tests_and_fails_with_any(tmp_path: Path, failing: str) -> None:
     ci = tmp_path / ".ci" / "run"
     ci.parent.mkdir()
@@ -495,6 +497,6 @@ def test_ci_runs_lint_docs_and_tests_and_fails_with_any(tmp_path: Path, failing:
     # The browser is installed beside lint and docs.
     commands = [command for command, *_ in ran]
     commands.remove("install-browser")
-    assert commands[:3] == ["lint", "docs", "test"]
+    assert commands == ["lint", "docs", "python", "test", "test-release"]
     assert releases == [["0.18.2"]]
     assert result.returncode == (0 if failing in ("", "install-browser") else 1)
