@@ -124,9 +124,10 @@ class ChunkWay(Way):
         """Return memory, host time of a forward pass through all layers, and a slot's figures."""
         row: dict[str, Any] = {**self._held, "forward_us": statistics.median(self._forward_us)}
         if self._graphs is not None:
-            row["slot"] = dataclasses.asdict(self._graphs.figures)
-            row["notes"] = [self._graphs.figures.render()]
-            offloading = self._graphs.chunk.offloading
+            (graphs,) = self._graphs.of_size.values()
+            row["slot"] = dataclasses.asdict(graphs.figures)
+            row["notes"] = [graphs.figures.render()]
+            offloading = graphs.chunk.offloading
             if offloading is not None:
                 row["moved_bytes"] = offloading.moved_bytes * len(self._data[0])
         return row

@@ -106,11 +106,14 @@ def compare(
     return Replayed(
         difference=first_difference(expected, actual),
         num_replays=tuple(graph.num_replays for graph in graphs),
-        figures=tuple(graph.figures.render() for graph in graphs if graph.figures),
+        figures=tuple(one.render() for graph in graphs for one in graph.figures.values()),
         num_experts_metrics=len(expert_metrics()),
         num_poisoned=poison.num_filled,
         moved_bytes=tuple(
-            graph.chunk.offloading.moved_bytes for graph in graphs if graph.chunk.offloading
+            one.chunk.offloading.moved_bytes
+            for graph in graphs
+            for one in graph.of_size.values()
+            if one.chunk.offloading
         ),
         host_bytes=(sum(host_bytes), sum(left)),
         eager_host_bytes=eager_bytes,
@@ -388,7 +391,7 @@ class Poison:
 
         def poisoned(*arguments: Any, **options: Any) -> Any:
             for slot in slots_of(graphs):
-                if slot.is_free:
+                if slot.memory.is_free:
                     self._fill(slot)
             return forward(*arguments, **options)
 
@@ -415,7 +418,7 @@ class Poison:
         for tensor in (slot.hidden, slot.output, slot.grad_output, slot.grad_hidden):
             tensor.fill_(float("nan"))
         if use_gpu():
-            self._fill_pool(slot.pool)
+            self._fill_pool(slot.memory.pool)
 
     @torch.no_grad()
     def _fill_pool(self, pool: Any) -> None:
@@ -434,8 +437,8 @@ class Poison:
 
 
 def slots_of(graphs: Any) -> list[Any]:
-    """All slots of a chunk's graphs, or of its graphs of each size."""
-    return [slot for one in getattr(graphs, "of_size", {0: graphs}).values() for slot in one._slots]
+    """All slots of a chunk's graphs of each size."""
+    return [slot for one in graphs.of_size.values() for slot in one.slots]
 
 
 def get_block(chunk: Any) -> Any:

@@ -4,16 +4,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import torch
 
 from megatron.slipstream.chunk_graphs.backend import EagerGraphs, GraphBackend
+from megatron.slipstream.chunk_graphs.bank import ChunkGraphs
 from megatron.slipstream.chunk_graphs.chunk import Chunk
-from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 
 WIDTH, TOKENS = 8, 6
+SIZES = (1, 2, 4)
+SCHEDULES = ["FB", "FFBB", "FFBFBB", "FFFBFBFBBB", "FB", "FFFBBB"]
+"""Schedules of one iteration each, with at most three micro-batches in flight."""
+STEP = 7
+"""Numbers between the first micro-batches of two iterations."""
+
+
+def table_of(size: int) -> torch.Tensor:
+    """A table whose length follows from the size."""
+    return torch.linspace(1, 2, TOKENS * size).reshape(-1, 1, 1)
+
+
+class Sizes:
+    """Sizes of micro-batches: the size is an argument, and decides the length of a table."""
+
+    sizes = SIZES
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, Optional[Exception]]] = []
+        """What the ranks have agreed on."""
+        self.other_rank_fails_at = 0
+
+    def size_of(self, arguments: Mapping[str, Any]) -> int:
+        """As ``CpSizes`` has it."""
+        if arguments["size"] not in SIZES:
+            raise ValueError(f"size {arguments['size']}")
+        return int(arguments["size"])
+
+    def arguments_of(self, arguments: Mapping[str, Any], size: int) -> Mapping[str, Any]:
+        """As ``CpSizes`` has it."""
+        return {**arguments, "size": size, "table": table_of(size)}
+
+    def agree(self, size: int, error: Optional[Exception]) -> None:
+        """Note what this rank says; another one fails at a call of this number."""
+        self.told.append((size, error))
+        if error is not None:
+            raise error
+        if len(self.told) == self.other_rank_fails_at:
+            raise RuntimeError("another rank")
 
 
 def run_in_order(
@@ -104,6 +144,8 @@ class Training:
         num_slots: Number of slots; None to train eagerly.
         seed: Seed of weights and data.
         backend: Captures the graphs.
+        is_sized: Whether micro-batches have sizes: that of number ``n`` is ``SIZES[n % 3]``.
+        offloading: Offloading inside the graphs.
         chunk: Options of :class:`ToyChunk`.
     """
 
@@ -113,6 +155,8 @@ class Training:
         seed: int = 0,
         num_warmup_iterations: int = 1,
         backend: Optional[GraphBackend] = None,
+        is_sized: bool = False,
+        offloading: Any = None,
         **chunk: Any,
     ) -> None:
         torch.manual_seed(seed)
@@ -123,24 +167,33 @@ class Training:
         self.results: list[torch.Tensor] = []
         self.graphs: Any = None
         """Its :class:`ChunkGraphs`, if there are slots."""
+        self.sizes = Sizes() if is_sized else None
         self._keep: list[Any] = []
         for parameter in self.parameters():
             if parameter.requires_grad:
                 self._wrap(parameter)
         if num_slots is not None:
-            self.graphs = ChunkGraphs(
-                Chunk(
-                    "chunk 0",
+            chunks = {
+                size: Chunk(
+                    f"chunk 0, size {size}" if is_sized else "chunk 0",
                     self.module,
-                    self.module,
+                    self._run,
                     before_replay=lambda: self.hooks.append("before"),
                     after_replay=lambda: self.hooks.append("after"),
                     save_state=self._save_state,
-                ),
-                num_slots,
-                num_warmup_iterations,
-                backend or EagerGraphs(),
+                    offloading=offloading,
+                )
+                for size in (SIZES if is_sized else (ONE_SIZE,))
+            }
+            self.graphs = ChunkGraphs(
+                chunks, num_slots, num_warmup_iterations, backend or EagerGraphs(), self.sizes
             )
+
+    def _run(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        if self.sizes is not None:
+            arguments = {"scale": arguments["table"][-TOKENS:] / arguments["size"]}
+        output: torch.Tensor = self.module(hidden, **arguments)
+        return output
 
     def parameters(self) -> list[Any]:
         """All parameters of the model."""
@@ -183,12 +236,15 @@ class Training:
         """One micro-batch's loss."""
         generator = torch.Generator().manual_seed(micro_batch)
         data = torch.randn(TOKENS, 1, WIDTH, generator=generator)
-        scale = torch.rand(TOKENS, 1, 1, generator=generator)
+        arguments: dict[str, Any] = {"scale": torch.rand(TOKENS, 1, 1, generator=generator)}
+        if self.sizes is not None:
+            size = SIZES[micro_batch % 3]
+            arguments = {"table": table_of(size), "size": size}
         hidden = self.before(data)
         if self.graphs is not None:
-            output = self.graphs(hidden, {"scale": scale})
+            output = self.graphs(hidden, arguments)
         else:
-            output = self.module(hidden, scale=scale)
+            output = self._run(hidden, **arguments)
         loss = (output * torch.randn(TOKENS, 1, WIDTH, generator=generator)).sum()
         output.data = torch.empty(1)  # As pipeline schedules do after they have sent it.
         return loss
@@ -211,7 +267,32 @@ class Training:
                 parameter.sub_(parameter.main_grad, alpha=0.01)
 
 
+def fill_free_slots(training: Training) -> None:
+    """Fill the memory of free slots with NaN."""
+    for graphs in training.graphs.of_size.values():
+        for slot in graphs.slots:
+            assert slot.memory.is_free
+            with torch.no_grad():
+                for tensor in (slot.hidden, slot.output, slot.grad_output, slot.grad_hidden):
+                    tensor.fill_(float("nan"))
+
+
 def equal(left: Training, right: Training) -> bool:
     """Whether all results are bitwise equal, and none is missing."""
     pairs = zip(left.results, right.results, strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
+
+
+def trained(num_slots: Optional[int], schedules: list[str] = SCHEDULES, **options: Any) -> Training:
+    """A training after an iteration of each schedule."""
+    training = Training(num_slots, **options)
+    for number, schedule in enumerate(schedules):
+        training.iteration(schedule, first=STEP * number)
+    return training
+
+
+def captured(num_slots: int, **options: Any) -> Training:
+    """A training in its second iteration: captured, before any micro-batch."""
+    training = trained(num_slots, ["FB"], **options)
+    training.begin_iteration()
+    return training

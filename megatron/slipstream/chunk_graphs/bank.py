@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Graphs of one model chunk for each context-parallel size, chosen per micro-batch.
+"""Runs a model chunk with graphs for each context-parallel size, chosen per micro-batch.
 
 The size is baked into a captured graph: the communicator, the steps of the exchange, the positions
-of rotary embeddings, the division of sequence offsets. So a bank has :class:`ChunkGraphs` for each
-size that a micro-batch may have, and selects them by the micro-batch's size.
+of rotary embeddings, the division of sequence offsets. So there are :class:`SizeGraphs` for each
+size that a micro-batch may have; without context parallelism, for one.
 
 [Note: Sizes share slot memory]
 Whatever their sizes, there are never more micro-batches in flight than slots. So every
@@ -22,10 +22,17 @@ succeeded. If it failed on any rank, all ranks delete their graphs and raise an 
 Not every rank has had a micro-batch of each size before. But it is known which arguments depend on
 the size, so the arguments of one call are converted to those of all sizes
 (:meth:`CpSizes.arguments_of`).
+
+[Note: Captured between iterations]
+Work is run once before its capture, for first-use effects (workspaces, autotuning). That adds to
+gradients, so it happens right before an iteration sets them to zero. Other state that the chunk
+changes is restored (``Chunk.save_state``), and so are random number generators.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Optional, Protocol
@@ -34,13 +41,16 @@ import torch
 
 from megatron.slipstream.chunk_graphs.backend import GraphBackend
 from megatron.slipstream.chunk_graphs.chunk import Chunk
-from megatron.slipstream.chunk_graphs.engine import CaptureFigures, ChunkGraphs, copy_of_call
+from megatron.slipstream.chunk_graphs.engine import CaptureFigures, SizeGraphs
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 from megatron.slipstream.chunk_graphs.static_arguments import StaticArguments
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
+
+logger = logging.getLogger(__name__)
 
 
 class CpSizes(Protocol):
-    """The context-parallel sizes of micro-batches, for a bank."""
+    """The context-parallel sizes of micro-batches."""
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -89,15 +99,16 @@ def together(sizes: Optional[CpSizes], size: int, step: Callable[[], None]) -> N
     sizes.agree(size, error)
 
 
-class GraphBank:
+class ChunkGraphs:
     """Runs one model chunk: eagerly at first, then with the graphs of each micro-batch's size.
 
     Args:
         chunks: The chunk, for each size. They differ in name and offloading.
         num_slots: Maximum number of micro-batches, of any sizes, in flight in its schedule.
-        num_warmup_iterations: See :class:`ChunkGraphs`.
+        num_warmup_iterations: Number of eager iterations at the start, at least one: the last of
+            them provides the arguments of calls.
         backend: Captures the graphs.
-        sizes: The sizes of micro-batches.
+        sizes: The sizes of micro-batches; None if there is only one.
     """
 
     def __init__(
@@ -106,35 +117,30 @@ class GraphBank:
         num_slots: int,
         num_warmup_iterations: int,
         backend: GraphBackend,
-        sizes: CpSizes,
+        sizes: Optional[CpSizes] = None,
     ) -> None:
-        self.num_slots = num_slots
+        self.of_size = {
+            size: SizeGraphs(chunks[size], num_slots, backend)
+            for size in sorted(chunks, reverse=True)
+        }
+        """The graphs of each size, from the largest."""
+        self._largest = next(iter(self.of_size.values()))
         self._num_warmup_iterations = max(1, num_warmup_iterations)
         self._backend = backend
         self._sizes = sizes
-        self._graphs = {
-            size: ChunkGraphs(chunks[size], num_slots, num_warmup_iterations, backend)
-            for size in sorted(sizes.sizes, reverse=True)
-        }
-        self._largest = next(iter(self._graphs.values()))
         self._num_iterations = 0
         self._call: Optional[tuple[torch.Tensor, StaticArguments]] = None
-        """Arguments of one micro-batch that ran; None before the first."""
-
-    @property
-    def of_size(self) -> Mapping[int, ChunkGraphs]:
-        """The graphs of each size, from the largest."""
-        return self._graphs
+        """Arguments of one eager micro-batch; None before it ran and after the capture."""
 
     @property
     def is_captured(self) -> bool:
         """Whether graphs exist, for all sizes or for none."""
-        return self._largest.is_captured
+        return bool(self._largest.slots)
 
     @property
     def num_replays(self) -> int:
         """Number of forward passes that were replayed."""
-        return sum(graphs.num_replays for graphs in self._graphs.values())
+        return sum(graphs.num_replays for graphs in self.of_size.values())
 
     @property
     def figures(self) -> Mapping[int, CaptureFigures]:
@@ -142,71 +148,129 @@ class GraphBank:
 
         Empty before the first capture.
         """
-        return {size: g.figures for size, g in self._graphs.items() if g.figures is not None}
+        return {size: g.figures for size, g in self.of_size.items() if g.figures is not None}
 
     def begin_iteration(self) -> None:
-        """Like :meth:`ChunkGraphs.begin_iteration`; a collective of all ranks when it captures.
+        """Call at the start of an iteration, before gradients are set to zero; may capture.
+
+        See [Note: Captured between iterations]. With several sizes, a capture is a collective of
+        all ranks.
 
         Raises:
-            ValueError: See there. No size has graphs afterwards.
-            RuntimeError: See there; or the capture failed on another rank.
+            ValueError: The graphs would not fit in device memory, or parameters have no
+                ``main_grad``. No size has graphs afterwards.
+            RuntimeError: Memory that is baked into the graphs has been replaced; or the capture
+                failed on another rank.
         """
         self._num_iterations += 1
         if self.is_captured:
-            self._largest.begin_iteration()
+            self._largest.check_addresses()
         elif self._call is not None:
             self._capture(*self._call)
             self._call = None
 
     def delete(self) -> None:
-        """Like :meth:`ChunkGraphs.delete`, for the graphs of all sizes; on every rank."""
-        for graphs in self._graphs.values():
-            graphs.delete()
+        """Delete the graphs. The next iterations run eagerly, then the chunk is captured again.
+
+        Call it on every rank at the end of an iteration when the shapes of micro-batches change.
+
+        Raises:
+            RuntimeError: Micro-batches are in flight.
+        """
+        name = self._largest.chunk.name
+        in_flight = sum(not slot.memory.is_free for slot in self._largest.slots)
+        if in_flight:
+            raise RuntimeError(
+                f"graphs of {name} cannot be deleted while {in_flight} micro-batches are in "
+                "flight; delete them between iterations"
+            )
+        if self.is_captured:
+            logger.info(
+                "CUDA graphs of %s are deleted; it is captured again after %d iterations",
+                name,
+                self._num_warmup_iterations,
+            )
         self.close()
 
     def close(self) -> None:
-        """Like :meth:`ChunkGraphs.close`, for the graphs of all sizes."""
-        for graphs in self._graphs.values():
+        """Release the graphs at the end of training, even with micro-batches in flight."""
+        for graphs in self.of_size.values():
             graphs.close()
         self._num_iterations = 0
         self._call = None
 
     def __call__(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """Like :meth:`ChunkGraphs.__call__`, with the graphs of the call's size."""
+        """Run one micro-batch's forward pass.
+
+        Args:
+            hidden: Float ``[s, b, h]``; gets a gradient.
+            arguments: All other arguments of the chunk, by name.
+
+        Returns:
+            Hidden states of the same shape, in newly allocated memory.
+
+        Raises:
+            ValueError: No graphs were captured for such arguments.
+        """
         chunk = self._largest.chunk
+        # Without a backward pass nothing would free a slot.
         if not (chunk.module.training and torch.is_grad_enabled()):
             return chunk.run(hidden, **arguments)
-        size = self._sizes.size_of(arguments)
+        size = ONE_SIZE if self._sizes is None else self._sizes.size_of(arguments)
         if self.is_captured:
-            return self._graphs[size](hidden, arguments)
+            return self.of_size[size](hidden, arguments)
         if self._num_iterations >= self._num_warmup_iterations and self._call is None:
-            self._call = copy_of_call(chunk.name, hidden, arguments)
+            self._call = _copy_of_call(chunk.name, hidden, arguments)
         return chunk.run(hidden, **arguments)
 
     def _capture(self, sample: torch.Tensor, call: StaticArguments) -> None:
         """See [Note: All ranks capture together]."""
-        backend = self._backend
-        memories = SlotMemory.of(backend, self.num_slots)
-        arguments = call.unflatten(call.tensors)
+        memories = SlotMemory.of(self._backend, self._largest.num_slots)
         try:
-            with backend.session():
-                for size in self._graphs:
-                    prepare = partial(self._prepare, size, sample, arguments, memories)
+            with self._backend.session():
+                for size in self.of_size:
+                    prepare = partial(self._prepare, size, sample, call, memories)
                     together(self._sizes, size, prepare)
-                for size, graphs in self._graphs.items():
+                for size, graphs in self.of_size.items():
                     together(self._sizes, size, graphs.record)
         except BaseException:
-            for graphs in self._graphs.values():
-                graphs.delete()
+            for graphs in self.of_size.values():
+                graphs.close()
             raise
 
     def _prepare(
         self,
         size: int,
         sample: torch.Tensor,
-        arguments: Mapping[str, Any],
+        call: StaticArguments,
         memories: Sequence[SlotMemory],
     ) -> None:
-        resized = StaticArguments.flatten(self._sizes.arguments_of(arguments, size))
+        if self._sizes is not None:
+            arguments = self._sizes.arguments_of(call.unflatten(call.tensors), size)
+            call = StaticArguments.flatten(arguments)
         of_size = partial(together, self._sizes, size)
-        self._graphs[size].prepare(sample, resized, memories, of_size)
+        self.of_size[size].prepare(sample, call, memories, of_size)
+
+
+def _copy_of_call(
+    name: str, hidden: torch.Tensor, arguments: Mapping[str, Any]
+) -> tuple[torch.Tensor, StaticArguments]:
+    """Copy a call's arguments: hidden states and the others.
+
+    Args:
+        name: The chunk's name, for messages.
+        hidden: See :meth:`ChunkGraphs.__call__`.
+        arguments: See there.
+
+    Raises:
+        ValueError: One of the arguments gets a gradient.
+    """
+    call = StaticArguments.flatten(arguments)
+    for what, tensor in zip(call.names, call.tensors, strict=True):
+        if tensor.requires_grad:
+            raise ValueError(
+                f"{what} of {name} needs a gradient, but CUDA graphs of chunks compute it for "
+                "hidden states only; train without them"
+            )
+    copies = tuple(tensor.detach().clone() for tensor in call.tensors)
+    return hidden.detach().clone(), dataclasses.replace(call, tensors=copies)

@@ -10,11 +10,6 @@ later on the same stream.
 [Note: Slots in any order]
 Every slot has its own memory pool, so graphs of different slots never share memory, and slots can
 be taken and freed in any order.
-
-[Note: Captured between iterations]
-Work is run once before its capture, for first-use effects (workspaces, autotuning). That adds to
-gradients, so it happens right before an iteration sets them to zero. Other state that the chunk
-changes is restored (``Chunk.save_state``), and so are random number generators.
 """
 
 from __future__ import annotations
@@ -84,35 +79,29 @@ class _Prepared(NamedTuple):
     seconds: float
 
 
-class ChunkGraphs:
-    """Runs one model chunk: eagerly at first, then with graphs.
+class SizeGraphs:
+    """The graphs of one model chunk for micro-batches of one context-parallel size.
 
     Args:
         chunk: The chunk.
         num_slots: Maximum number of micro-batches in flight in its schedule.
-        num_warmup_iterations: Number of eager iterations at the start, at least one: the last of
-            them provides the arguments of calls.
         backend: Captures the graphs.
     """
 
-    def __init__(
-        self, chunk: Chunk, num_slots: int, num_warmup_iterations: int, backend: GraphBackend
-    ) -> None:
+    def __init__(self, chunk: Chunk, num_slots: int, backend: GraphBackend) -> None:
         self.chunk = chunk
         self.num_slots = num_slots
         self.figures: Optional[CaptureFigures] = None
         """Figures of the last capture; None before the first."""
         self.num_replays = 0
         """Number of forward passes that were replayed."""
-        self._num_warmup_iterations = max(1, num_warmup_iterations)
+        self.slots: list[Slot] = []
+        """The slots; none before the capture."""
         self._backend = backend
-        self._num_iterations = 0
-        self._sample: Optional[torch.Tensor] = None
         self._arguments: Optional[StaticArguments] = None
-        """Arguments, other than hidden states, of an eager micro-batch; None before it ran."""
+        """The captured arguments, other than hidden states."""
         self._call: Optional[CapturedCall] = None
         """Matches calls to replay."""
-        self._slots: list[Slot] = []
         self._addresses: tuple[int, ...] = ()
         self._constants: Optional[Constants] = None
         """Constants that the graphs read."""
@@ -121,85 +110,19 @@ class ChunkGraphs:
         """Input of a replay whose hidden states need no gradient, so that backward runs."""
         self._has_warned = False
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether graphs exist."""
-        return bool(self._slots)
-
-    def begin_iteration(self) -> None:
-        """Call at the start of an iteration, before gradients are set to zero; may capture.
-
-        See [Note: Captured between iterations].
-
-        Raises:
-            ValueError: The graphs would not fit in device memory, or parameters have no
-                ``main_grad``.
-            RuntimeError: Memory that is baked into the graphs has been replaced.
-        """
-        self._num_iterations += 1
-        if self._slots:
-            self._check_addresses()
-        elif self._sample is not None and self._arguments is not None:
-            backend = self._backend
-            memories = SlotMemory.of(backend, self.num_slots)
-            with backend.session():
-                self.prepare(self._sample, self._arguments, memories)
-                self.record()
-
-    def delete(self) -> None:
-        """Delete the graphs. The next iterations run eagerly, then the chunk is captured again.
-
-        Call it at the end of an iteration when the shapes of micro-batches change.
-
-        Raises:
-            RuntimeError: Micro-batches are in flight.
-        """
-        in_flight = sum(not slot.is_free for slot in self._slots)
-        if in_flight:
-            raise RuntimeError(
-                f"graphs of {self.chunk.name} cannot be deleted while {in_flight} micro-batches "
-                "are in flight; delete them between iterations"
-            )
-        if self._slots:
-            logger.info(
-                "CUDA graphs of %s are deleted; it is captured again after %d iterations",
-                self.chunk.name,
-                self._num_warmup_iterations,
-            )
-        self.close()
-
     def close(self) -> None:
-        """Release the graphs at the end of training, even with micro-batches in flight."""
-        for slot in self._slots:
+        """Release the graphs, even with micro-batches in flight."""
+        for slot in self.slots:
             slot.hooks.close()
-        if self._slots and self.chunk.offloading is not None:
+        if self.slots and self.chunk.offloading is not None:
             self.chunk.offloading.note_deleted()
-        self._slots = []
-        self._num_iterations = 0
-        self._sample = self._arguments = self._constants = self._prepared = None
-        self._call = None
+        self.slots = []
+        self._arguments = self._constants = self._prepared = self._call = None
 
     def __call__(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """Run one micro-batch's forward pass.
-
-        Args:
-            hidden: Float ``[s, b, h]``; gets a gradient.
-            arguments: All other arguments of the chunk, by name.
-
-        Returns:
-            Hidden states of the same shape, in newly allocated memory.
-
-        Raises:
-            ValueError: The graphs were captured with other arguments.
-        """
-        # Without a backward pass nothing would free a slot.
-        if not (self.chunk.module.training and torch.is_grad_enabled()):
-            return self.chunk.run(hidden, **arguments)
-        if not self._slots:
-            self._learn(hidden, arguments)
-            return self.chunk.run(hidden, **arguments)
+        """Run one micro-batch by a replay; see :meth:`ChunkGraphs.__call__`."""
         tensors = self._match_call(hidden, arguments)
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.memory.is_free:
                 break
         else:
@@ -217,14 +140,6 @@ class ChunkGraphs:
             self.chunk.after_replay,
         )
         return output
-
-    # Eager iterations.
-
-    def _learn(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> None:
-        """Keep copies of the arguments of one micro-batch of the last eager iteration."""
-        if self._num_iterations < self._num_warmup_iterations or self._sample is not None:
-            return
-        self._sample, self._arguments = copy_of_call(self.chunk.name, hidden, arguments)
 
     # Capture.
 
@@ -244,7 +159,7 @@ class ChunkGraphs:
             together: Runs each timed capture: other ranks would wait in its replays if it failed.
 
         Raises:
-            ValueError: See :meth:`begin_iteration`.
+            ValueError: See :meth:`ChunkGraphs.begin_iteration`.
         """
         started = time.perf_counter()
         self._constants = self.chunk.make_constants()
@@ -285,9 +200,8 @@ class ChunkGraphs:
         finally:
             put_back()
         held_bytes = self._backend.held_bytes() - held_bytes
-        self._slots = slots
+        self.slots = slots
         self._call = CapturedCall(self._arguments)
-        self._sample = None
         self._addresses = self._current_addresses()
         self.figures = CaptureFigures(
             num_slots=self.num_slots,
@@ -400,9 +314,9 @@ class ChunkGraphs:
             assert grad is not None
             return [grad]
 
-        slot.forward, (slot.output,) = self._backend.record(forward, slot.pool)
+        slot.forward, (slot.output,) = self._backend.record(forward, slot.memory.pool)
         slot.grad_output = slot.memory.static("gradient of the output", slot.output).tensor
-        slot.backward, (slot.grad_hidden,) = self._backend.record(backward, slot.pool)
+        slot.backward, (slot.grad_hidden,) = self._backend.record(backward, slot.memory.pool)
 
     def _check_room(self, slot_bytes: int) -> None:
         free = self._backend.free_bytes()
@@ -422,7 +336,7 @@ class ChunkGraphs:
     ) -> Sequence[torch.Tensor]:
         """Return a call's tensors except hidden states; raise if it differs from the capture."""
         assert self._call is not None
-        static = self._slots[0].hidden
+        static = self.slots[0].hidden
         is_same = static.shape == hidden.shape and static.dtype == hidden.dtype
         tensors = self._call.tensors_of(arguments)
         if is_same and tensors is not None:
@@ -453,34 +367,11 @@ class ChunkGraphs:
         gradients = [parameter.main_grad for parameter in parameters]
         return tuple(tensor.data_ptr() for tensor in (*parameters, *gradients))
 
-    def _check_addresses(self) -> None:
+    def check_addresses(self) -> None:
+        """Raise ``RuntimeError`` if memory that is baked into the graphs has been replaced."""
         if self._current_addresses() != self._addresses:
             raise RuntimeError(
                 f"parameters or main gradients of {self.chunk.name} have moved since its CUDA "
                 "graphs were captured, so replays would read and write freed memory; delete the "
                 "graphs first (ChunkGraphs.delete), so that they are captured again"
             )
-
-
-def copy_of_call(
-    name: str, hidden: torch.Tensor, arguments: Mapping[str, Any]
-) -> tuple[torch.Tensor, StaticArguments]:
-    """Copy a call's arguments: hidden states and the others.
-
-    Args:
-        name: The chunk's name, for messages.
-        hidden: See :meth:`ChunkGraphs.__call__`.
-        arguments: See there.
-
-    Raises:
-        ValueError: One of the arguments gets a gradient.
-    """
-    call = StaticArguments.flatten(arguments)
-    for what, tensor in zip(call.names, call.tensors, strict=True):
-        if tensor.requires_grad:
-            raise ValueError(
-                f"{what} of {name} needs a gradient, but CUDA graphs of chunks compute it for "
-                "hidden states only; train without them"
-            )
-    copies = tuple(tensor.detach().clone() for tensor in call.tensors)
-    return hidden.detach().clone(), dataclasses.replace(call, tensors=copies)

@@ -38,16 +38,6 @@ class Slot:
         with torch.no_grad():
             self.feed(hidden, arguments.tensors)
 
-    @property
-    def is_free(self) -> bool:
-        """Whether no micro-batch in flight uses it."""
-        return self.memory.is_free
-
-    @property
-    def pool(self) -> Any:
-        """The memory pool of its graphs."""
-        return self.memory.pool
-
     def feed(self, hidden: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Copy a call's tensors to the graphs' static inputs; call with autograd off."""
         self.hidden.copy_(hidden)

@@ -18,8 +18,9 @@ from timed_backend import TimedBackend
 from toy_model import all_equal, make_chunks, make_manager, micro_batch
 
 from megatron.slipstream.chunk_graphs.backend import CudaGraphs, EagerGraphs, Tail
+from megatron.slipstream.chunk_graphs.bank import ChunkGraphs
 from megatron.slipstream.chunk_graphs.chunk import Chunk
-from megatron.slipstream.chunk_graphs.engine import NUM_TIMED_CAPTURES, ChunkGraphs
+from megatron.slipstream.chunk_graphs.engine import NUM_TIMED_CAPTURES, SizeGraphs
 from megatron.slipstream.chunk_graphs.offloading import PlannedPass, SlotOffloading
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
@@ -29,6 +30,7 @@ from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
     slowdown_ms_per_gb,
 )
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Timings
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, Times
 from megatron.slipstream.plan.candidates import PolicyOptions
@@ -48,7 +50,7 @@ class Rig(OffloadedChunk):
             parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
         graphs = EagerGraphs() if device == "cpu" else CudaGraphs()
         chunk = Chunk("chunk 0", self.module, self.forward, offloading=self.offloading)
-        self.graphs = ChunkGraphs(chunk, 1, 1, graphs)
+        self.graphs = ChunkGraphs({ONE_SIZE: chunk}, 1, 1, graphs)
 
     def _timed_engine(self) -> PipelineOffloadManager:
         backend = TimedBackend() if self._device == "cpu" else make_backend(self._device)
@@ -163,7 +165,7 @@ def test_a_capture_that_failed_is_not_counted(monkeypatch: pytest.MonkeyPatch) -
         expected.iteration(number)
     rig.iteration(0)
     with monkeypatch.context() as patch:
-        patch.setattr(ChunkGraphs, "_current_addresses", Mock(side_effect=MemoryError))
+        patch.setattr(SizeGraphs, "_current_addresses", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             rig.iteration(1)
     rig.graphs.close()

@@ -9,7 +9,6 @@ and copy is put into the stream on which they are replayed.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -139,13 +138,11 @@ def captured(
     streams: Streams, num_slots: int = 1, leaves_copies: bool = True
 ) -> tuple[Training, Offloading]:
     """A training whose slots are captured, and have run nothing since."""
-    training = Training(num_slots, backend=Imitated())
     offloading = Offloading(streams, leaves_copies)
-    graphs = training.graphs
-    graphs.chunk = dataclasses.replace(graphs.chunk, offloading=offloading)
+    training = Training(num_slots, backend=Imitated(), offloading=offloading)
     training.iteration("FB")
     training.begin_iteration()
-    assert graphs.is_captured
+    assert training.graphs.is_captured
     streams.main.follows.clear()  # A capture ends when the device is idle.
     for event in streams.events:
         event.follows.clear()
@@ -206,8 +203,9 @@ def test_so_are_those_of_another_slot_in_the_same_memory(
     streams: Streams, written_after: list[set[str]]
 ) -> None:
     (one, _), (other, _) = captured(streams), captured(streams)
-    for slot in other.graphs._slots:
-        slot.memory = one.graphs._slots[0].memory
+    (slots,), (others,) = ([g.slots for g in t.graphs.of_size.values()] for t in (one, other))
+    for slot in others:
+        slot.memory = slots[0].memory
     written_after.clear()
     one.forward(0)
     gc.collect()

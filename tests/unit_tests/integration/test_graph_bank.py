@@ -248,7 +248,7 @@ def test_what_no_graph_can_run_is_refused_with_its_figures() -> None:
 
 def _abort(rank: int, num_ranks: int, port: int, failing_rank: int) -> dict[str, Any]:
     """One rank has no room for the second size: each rank's error, graphs and next iteration."""
-    from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
+    from megatron.slipstream.chunk_graphs.engine import SizeGraphs
 
     setting = on_two(ModelCase(tp=2, **SMALL, overrides=PER_TOKEN))
     initialize(setting.case, rank, num_ranks, port)
@@ -256,21 +256,21 @@ def _abort(rank: int, num_ranks: int, port: int, failing_rank: int) -> dict[str,
     (bank,) = training.graphs
     training.run([(1,)])
     tried: list[str] = []
-    check = ChunkGraphs._check_room
+    check = SizeGraphs._check_room
 
     def fails(graphs: Any, _: int) -> None:
         tried.append(graphs.chunk.name)
         if rank == failing_rank and len(tried) == 2:
             raise ValueError("no room")
 
-    ChunkGraphs._check_room = fails
+    SizeGraphs._check_room = fails
     told = ""
     try:
         training.run([(1,)])
     except (RuntimeError, ValueError) as error:
         told = f"{type(error).__name__}: {error}"
-    left = [one.is_captured for one in bank.of_size.values()]
-    ChunkGraphs._check_room = check
+    left = [bool(one.slots) for one in bank.of_size.values()]
+    SizeGraphs._check_room = check
     training.run([(2, 1)])  # the next iteration captures again
     return {"told": told, "tried": tried, "left": left, "replays": bank.num_replays}
 

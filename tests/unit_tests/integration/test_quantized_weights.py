@@ -14,8 +14,9 @@ from quantized_linears import MarksBakedIn, QuantizedLinear
 from toy_chunk import run_in_order
 
 from megatron.slipstream.chunk_graphs.backend import Recorded, Work
+from megatron.slipstream.chunk_graphs.bank import ChunkGraphs
 from megatron.slipstream.chunk_graphs.chunk import Chunk
-from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.integration.graphs.chunk_graphs import _transformer_engine_captures
 from megatron.slipstream.integration.graphs.quantized_weights import quantize_weights_in_every_pass
 
@@ -62,9 +63,8 @@ class Training:
         if num_slots is not None:
             if not keeps_weights:
                 quantize_weights_in_every_pass(self.module)
-            self.graphs = ChunkGraphs(
-                Chunk("chunk 0", self.module, self.module), num_slots, 1, backend([self.module])
-            )
+            chunk = Chunk("chunk 0", self.module, self.module)
+            self.graphs = ChunkGraphs({ONE_SIZE: chunk}, num_slots, 1, backend([self.module]))
 
     def parameters(self) -> list[Any]:
         """All parameters of the model."""

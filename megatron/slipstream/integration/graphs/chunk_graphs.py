@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import torch
 from megatron.core import parallel_state
@@ -31,13 +31,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.slipstream.chunk_graphs.backend import CudaGraphs, EagerGraphs, GraphBackend
-from megatron.slipstream.chunk_graphs.bank import GraphBank
+from megatron.slipstream.chunk_graphs.bank import ChunkGraphs
 from megatron.slipstream.chunk_graphs.chunk import Chunk
-from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading, share_of_host_memory
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.experts.capacity import LayerCapacity, step_check
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.integration.graphs.cp_graph_inputs import DynamicSizes
@@ -59,14 +59,11 @@ from megatron.slipstream.patches.table import Feature
 
 logger = logging.getLogger(__name__)
 
-Replayed = Union[ChunkGraphs, GraphBank]
-"""The graphs of a model chunk: for one context-parallel size, or for each of several."""
-
 
 class _ReplayedChunk:
     """The graphs of a chunk and the functions that restore its methods. Owned by the chunk."""
 
-    def __init__(self, graphs: Replayed, block: Optional[torch.nn.Module] = None) -> None:
+    def __init__(self, graphs: ChunkGraphs, block: Optional[torch.nn.Module] = None) -> None:
         self.graphs = graphs
         self.block = block
         self.undo: list[Callable[[], None]] = []
@@ -106,7 +103,7 @@ def replay_chunks(
     num_warmup_iterations: int,
     backend: Optional[GraphBackend] = None,
     limits: Optional[RankLimits] = None,
-) -> Sequence[Replayed]:
+) -> Sequence[ChunkGraphs]:
     """Replay the model chunks of this rank after some warm-up iterations.
 
     Args:
@@ -148,25 +145,26 @@ def replay_chunks(
     if backend is None and torch.cuda.is_available():
         backend = CudaGraphs(_generators, _transformer_engine_captures, _exchanged_tensors_stay)
     backend = backend or EagerGraphs()
-    replayed: list[Replayed] = []
+    replayed: list[ChunkGraphs] = []
     slots = chunk_slots(config)
     for index, (wrapper, num_slots) in enumerate(zip(chunks, slots, strict=True)):
         forward = get_attr_wrapped_model(wrapper, "decoder").forward
         make = partial(_chunk, wrapper, forward, sum(slots))
         name = f"model chunk {index}"
+        sizes: Optional[DynamicSizes] = None
         if limits is None:
-            graphs: Replayed = ChunkGraphs(make(name), num_slots, num_warmup_iterations, backend)
+            of_size = {ONE_SIZE: make(name)}
         else:
             of_size = {size: make(f"{name}, context-parallel size {size}") for size in limits.sizes}
             model = get_attr_wrapped_model(wrapper, "decoder", return_model_obj=True)
             sizes = DynamicSizes(model, limits, context_parallel_groups(limits))
-            graphs = GraphBank(of_size, num_slots, num_warmup_iterations, backend, sizes)
+        graphs = ChunkGraphs(of_size, num_slots, num_warmup_iterations, backend, sizes)
         _replace_methods(wrapper, graphs)
         replayed.append(graphs)
     return replayed
 
 
-def graphs_of(block: torch.nn.Module) -> Optional[Replayed]:
+def graphs_of(block: torch.nn.Module) -> Optional[ChunkGraphs]:
     """Return the graphs of the chunk with this block; None unless :func:`replay_chunks` runs it."""
     return next((chunk.graphs for chunk in _replayed if chunk.block is block), None)
 
@@ -252,7 +250,7 @@ def _chunk(wrapper: Any, forward: Callable[..., torch.Tensor], num_slots: int, n
     )
 
 
-def _replace_methods(wrapper: Any, graphs: Replayed) -> None:
+def _replace_methods(wrapper: Any, graphs: ChunkGraphs) -> None:
     block = get_attr_wrapped_model(wrapper, "decoder")
     parallel = _DataParallel(wrapper, block)
     replayed = _ReplayedChunk(graphs, block)
