@@ -8,16 +8,10 @@ import sys
 # Transformer Engine reads this once, when it is imported; later is too late.
 os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 
-from megatron.slipstream.integration.entry.flag_names import refuse_misspelt_flags
-from megatron.slipstream.launcher import INTERRUPTED, refuse
+from megatron.slipstream.launcher import INTERRUPTED
 
 if __name__ == "__main__":
-    try:
-        refuse_misspelt_flags(sys.argv[1:])
-    except ValueError as error:
-        sys.exit(refuse(error))
-
-    # After that, since this import takes seconds.
+    # This import takes seconds, in which a user may press Ctrl-C.
     try:
         from megatron.slipstream.integration.entry.training import main
     except KeyboardInterrupt:

@@ -26,7 +26,6 @@ from megatron.slipstream.estimate.training_setup import (
     fewest_data_parallel_ranks,
     usable_modules,
 )
-from megatron.slipstream.integration.entry.flag_names import refuse_misspelt_flags
 
 _PLAN_ONLY = frozenset(
     "--" + name.replace("_", "-")
@@ -59,7 +58,6 @@ def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configur
             "flags, ahead of '--'"
         )
     command = split_command(list(words))
-    refuse_misspelt_flags(command.flags)
     try:
         from megatron.slipstream.integration.entry.model_arguments import configured_by_flags
     except ImportError as error:

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,6 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.slipstream.integration.attach.handle import ATTACH_RULES
 from megatron.slipstream.integration.entry import model_arguments
-from megatron.slipstream.integration.entry.flag_names import known_flags
 from megatron.slipstream.options import chunk_graphs, experts, training
 from megatron.slipstream.options.budget import BUDGET_RULES
 from megatron.slipstream.options.context_parallel import DYNAMIC_RULES
@@ -30,8 +31,23 @@ HOLDERS = {"args", "config", "facts", "f", "saved", "options", "c"}
 """Names of objects with options."""
 
 OF_MODELS = {field.name for field in dataclasses.fields(TransformerConfig)}
-OPTIONS = OF_MODELS | {flag.removeprefix("--").replace("-", "_") for flag in known_flags()}
-OPTIONS |= {name.removeprefix(no) for no in ("no_", "disable_") for name in OPTIONS}
+
+
+@cache
+def options() -> set[str]:
+    """The names of all options: of models, and of the training script's parser."""
+    from megatron.slipstream.integration.cpu import cpu_only
+
+    cpu_only.install_training_shims()
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron.slipstream.integration.entry.arguments import add_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    add_arguments(parser)
+    return OF_MODELS | {action.dest for action in parser._actions}
+
 
 NO_OPTIONS = {
     "external_cuda_graph": "a former flag, which megatron still parses",
@@ -66,7 +82,7 @@ FOUND = sorted(set(read_by_name()))
 @pytest.mark.skipif(not releases.models_pass_their_rank(), reason="options of the newest release")
 @pytest.mark.parametrize("file, name", FOUND)
 def test_an_option_that_may_be_absent_is_one_of_the_newest_release(file: str, name: str) -> None:
-    assert name in OPTIONS or name in NO_OPTIONS
+    assert name in options() or name in NO_OPTIONS
     if file == "options/model.py" and name not in {"cuda_graph_granularity", *NO_OPTIONS}:
         # Its facts may be a model's configuration alone.
         own = {field.name for field in dataclasses.fields(OffloadConfig)}
@@ -100,4 +116,4 @@ def test_a_rule_is_about_an_option_that_there_is(table: str) -> None:
     """``facts_of`` makes None of an option that nothing has, so its rule would never speak."""
     rules: tuple[Rule, ...] = TABLES[table]
     others = {*chunk_graphs._OTHER_NAMES.values(), *experts._OTHER_NAMES.values(), "capability"}
-    assert {rule.name for rule in rules} - OPTIONS - others - set(NO_OPTIONS) == set()
+    assert {rule.name for rule in rules} - options() - others - set(NO_OPTIONS) == set()
