@@ -23,7 +23,7 @@ from tiny_gpt import (
     train_steps,
 )
 
-from megatron.slipstream.fine_grained_activation_offload.layer_report import LayerReport
+from megatron.slipstream.fine_grained_activation_offload.report import LayerReport
 from megatron.slipstream.integration import install
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.relaxation import Stage

@@ -4,22 +4,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from pydantic import ConfigDict
 
-from megatron.slipstream.fine_grained_activation_offload.layer_report import (
-    HEADS,
-    LayerReport,
-    layer_rows,
-)
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import parse
 from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.plan.settings import NOTHING, describe_setting
 from megatron.slipstream.plan.whole_files import write_whole
 
 
@@ -68,6 +65,26 @@ class TriedPlan:
     """Measured overhead in percent."""
     standard_error: float
     """Standard error of the overhead, in percent."""
+
+
+@dataclass
+class LayerReport:
+    """One transformer layer in a micro-batch. All layers of a rank are listed in forward order."""
+
+    setting: str = describe_setting(NOTHING)
+    """What backward recomputes, as ``describe_setting`` writes it."""
+    kind: str = ""
+    """What layers of the same shape have in common, such as 'dense' or 'experts'."""
+    saved_bytes: int = 0
+    """What it saves for backward if it recomputes nothing."""
+    moved_bytes: int = 0
+    """Part of that which is in host memory until backward."""
+    recomputed_bytes: int = 0
+    """Part of that which backward computes again."""
+    recomputed_ms: Optional[float] = None
+    """Time of that computation; None if unknown."""
+    reason: str = ""
+    """Why it has this setting."""
 
 
 @dataclass
@@ -307,14 +324,10 @@ def _layers(rank: RankReport) -> list[str]:
         tiles = ", ".join(f"{name} in {number}" for name, number in rank.tiles.items())
         lines.append(f"rank {rank.rank} runs in pieces of the sequence: {tiles}")
     if rank.layers:
-        lines += [f"layers of rank {rank.rank}, per micro-batch", *layer_lines(rank.layers)]
+        rows = [list(row) for row in (HEADS, *layer_rows(rank.layers))]
+        table = [line.rstrip() for line in _columns(rows, {0, 1, 2, 7})]
+        lines += [f"layers of rank {rank.rank}, per micro-batch", *table]
     return lines
-
-
-def layer_lines(layers: Sequence[LayerReport]) -> list[str]:
-    """Return a table of text: a line for each kind of layer and setting, below its heads."""
-    rows = [list(row) for row in (HEADS, *layer_rows(layers))]
-    return [line.rstrip() for line in _columns(rows, {0, 1, 2, 7})]
 
 
 def _host_memory(rank: RankReport) -> str:
@@ -384,3 +397,62 @@ def _columns(rows: list[list[str]], on_the_left: Container[int] = (1,)) -> list[
         )
         for row in rows
     ]
+
+
+# Layers.
+
+
+class LayerRow(NamedTuple):
+    """Layers of one kind with one setting and reason."""
+
+    layers: str
+    kind: str
+    setting: str
+    kept: str
+    moved: str
+    recomputed: str
+    ms: str
+    reason: str
+
+
+HEADS = LayerRow(
+    "layers", "kind", "recomputes", "kept", "moved", "recomputed", "backward longer by", "why"
+)
+
+
+def layer_rows(layers: Sequence[LayerReport]) -> list[LayerRow]:
+    """Return a row for each kind, setting and reason, with the sums of its layers."""
+    places: dict[tuple[str, str, str], list[int]] = {}
+    for place, layer in enumerate(layers):
+        places.setdefault((layer.kind, layer.setting, layer.reason), []).append(place)
+    rows = []
+    for (kind, setting, reason), numbers in places.items():
+        own = [layers[number] for number in numbers]
+        moved = sum(layer.moved_bytes for layer in own)
+        recomputed = sum(layer.recomputed_bytes for layer in own)
+        kept = sum(layer.saved_bytes for layer in own) - moved - recomputed
+        known_ms = [layer.recomputed_ms for layer in own if layer.recomputed_ms is not None]
+        ms = f"{sum(known_ms):.1f} ms" if len(known_ms) == len(own) else ""
+        rows.append(
+            LayerRow(
+                layers=format_ranges(numbers),
+                kind=kind,
+                setting="nothing" if setting == describe_setting(NOTHING) else setting,
+                kept=format_bytes(kept),
+                moved=format_bytes(moved),
+                recomputed=format_bytes(recomputed),
+                ms=ms,
+                reason=reason,
+            )
+        )
+    return rows
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Format ascending numbers as text such as ``"0, 2, 5 to 7"``."""
+    parts: list[str] = []
+    # Within a run of consecutive numbers, number minus index is constant.
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        first, *others = (number for _, number in run)
+        parts += [f"{first} to {others[-1]}"] if len(others) > 1 else map(str, [first, *others])
+    return ", ".join(parts)

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple, Optional
 
 from jinja2 import Environment, StrictUndefined, Template
 
-from megatron.slipstream.fine_grained_activation_offload.layer_report import HEADS, layer_rows
 from megatron.slipstream.fine_grained_activation_offload.report import (
+    HEADS,
     ModuleCounters,
     RankReport,
     Report,
+    layer_rows,
 )
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.render import format_bytes, render_plan

@@ -8,8 +8,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from megatron.slipstream.fine_grained_activation_offload.layer_report import format_ranges
-from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
+from megatron.slipstream.fine_grained_activation_offload.report import (
+    RankReport,
+    Report,
+    format_ranges,
+)
 from megatron.slipstream.plan.render import format_bytes
 
 DIFFERS_BY = 0.1

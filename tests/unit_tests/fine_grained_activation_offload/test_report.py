@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.slipstream.fine_grained_activation_offload.layer_report import HEADS, LayerReport
 from megatron.slipstream.fine_grained_activation_offload.report import (
+    HEADS,
+    LayerReport,
     ModuleCounters,
     RankReport,
     Report,

@@ -22,8 +22,7 @@ from megatron.core import parallel_state
 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.engine_setup import host_limit
-from megatron.slipstream.fine_grained_activation_offload.layer_report import LayerReport
-from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.report import LayerReport, RankReport
 from megatron.slipstream.integration.budget import rescue
 from megatron.slipstream.integration.budget.batch_sizes import (
     shape_of,
