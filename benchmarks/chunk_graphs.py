@@ -77,7 +77,7 @@ class ChunkWay(Way):
         self._graphs: Any = None
         self._layer_graphs: Any = None
         if label.startswith("chunk"):
-            from megatron.slipstream.integration.graphs.chunk_graphs import replay_chunks
+            from megatron.slipstream.integration.graphs.chunks import replay_chunks
 
             with behind_the_seam(self.manager):
                 (self._graphs,) = replay_chunks(self._chunks, NUM_EAGER_ITERATIONS)

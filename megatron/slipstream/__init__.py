@@ -30,14 +30,14 @@ if TYPE_CHECKING:
         to_cli as to_cli,
         to_transformer_overrides as to_transformer_overrides,
     )
-    from megatron.slipstream.integration.graphs.chunk_graphs import (
+    from megatron.slipstream.integration.graphs.chunks import (
         close_graphs as close_graphs,
         replay_chunks as replay_chunks,
     )
-    from megatron.slipstream.integration.graphs.graph_layers import (
+    from megatron.slipstream.integration.graphs.layers import (
         with_graph_offloading as with_graph_offloading,
     )
-    from megatron.slipstream.integration.graphs.packed_layer_graphs import (
+    from megatron.slipstream.integration.graphs.packed_layers import (
         with_packed_layer_graphs as with_packed_layer_graphs,
     )
     from megatron.slipstream.integration.install import (
@@ -76,16 +76,16 @@ _HOMES = {
     "report": "integration.install",
     "gather_report": "integration.install",
     "save_trace": "integration.install",
-    "with_graph_offloading": "integration.graphs.graph_layers",
-    "with_packed_layer_graphs": "integration.graphs.packed_layer_graphs",
+    "with_graph_offloading": "integration.graphs.layers",
+    "with_packed_layer_graphs": "integration.graphs.packed_layers",
     "with_dynamic_context_parallelism": "integration.packed.dynamic_context_parallel",
     "with_sync_free_dispatch": "integration.experts.moe",
     "with_sync_free_experts": "integration.experts.sync_free_experts",
     "with_tiles": "integration.layers.tiled_model",
     "tiles_of": "integration.layers.tiled_model",
     "TileOptions": "options.fields",
-    "replay_chunks": "integration.graphs.chunk_graphs",
-    "close_graphs": "integration.graphs.chunk_graphs",
+    "replay_chunks": "integration.graphs.chunks",
+    "close_graphs": "integration.graphs.chunks",
     "RankLimits": "context_parallel.limits",
     "context_parallel_groups": "integration.packed.context_parallel_groups",
     "attach": "integration.attach.handle",

@@ -18,8 +18,8 @@ from replayed_gpt import DROP_AND_PAD, EXPERT_BIAS, Replayed, compare, replay_ag
 from timed_backend import take_times_on_cpu
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
 
-from megatron.slipstream.chunk_graphs.engine import NUM_TIMED_CAPTURES
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED
+from megatron.slipstream.graphs.chunks import NUM_TIMED_CAPTURES
 
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 FP8 = RECIPES["tensorwise"]

@@ -108,7 +108,7 @@ CHUNK_GRAPHS = "--cuda-graph-granularity chunk".split()
 
 def _main_replayed(rank: int, num_ranks: int, port: int, folder: Path, flags: list[str]) -> int:
     """Train; returns how many forward passes were replayed."""
-    from megatron.slipstream.integration.graphs import chunk_graphs
+    from megatron.slipstream.integration.graphs import chunks as chunk_graphs
 
     made: list[Any] = []
     replay_chunks = chunk_graphs.replay_chunks

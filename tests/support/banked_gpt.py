@@ -212,7 +212,7 @@ class Training:
     ) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        from megatron.slipstream.integration.graphs.chunk_graphs import replay_chunks
+        from megatron.slipstream.integration.graphs.chunks import replay_chunks
         from megatron.slipstream.integration.packed.context_parallel_groups import (
             context_parallel_groups,
         )
@@ -228,7 +228,7 @@ class Training:
             chunks = build_chunks(setting.case, self.config)
         self.layers = layers
         if layers is not None:
-            from megatron.slipstream.integration.graphs.packed_layer_graphs import (
+            from megatron.slipstream.integration.graphs.packed_layers import (
                 take_packed_sequences,
             )
 

@@ -17,7 +17,7 @@ from megatron_models import make_config, micro_batches, run_schedule
 from model_case import ModelCase
 from tiny_gpt import build_chunks, first_difference, initialize
 
-from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
+from megatron.slipstream.graphs.capture import graph_pool_bytes
 from megatron.slipstream.integration import install
 from megatron.slipstream.options.fields import OffloadConfig
 

@@ -114,12 +114,12 @@ class _Graph:
         """The captured function once more, on the static inputs."""
         from megatron.core.transformer import cuda_graphs
 
-        from megatron.slipstream.integration.graphs import graph_layers
+        from megatron.slipstream.integration.graphs import layers
 
         with (
             torch.enable_grad(),
             patch.object(cuda_graphs, "_IS_GRAPH_CAPTURING", True),
-            patch.object(graph_layers, "_engine_of", lambda _: None),
+            patch.object(layers, "_engine_of", lambda _: None),
             patch.object(self.layer, "_mask_now", None),  # A graph has what was captured.
             _nothing_moves(),
         ):

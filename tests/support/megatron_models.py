@@ -221,7 +221,7 @@ def build_chunks(case: ModelCase, config: Any, seed: int = 7) -> list[torch.nn.M
         model.model_type = 1
         chunks.append(model.cuda() if use_gpu() else model)
     if case.is_packed and config.cuda_graph_impl == "transformer_engine":
-        from megatron.slipstream.integration.graphs.packed_layer_graphs import take_packed_sequences
+        from megatron.slipstream.integration.graphs.packed_layers import take_packed_sequences
 
         take_packed_sequences(chunks)
     tiles = TileOptions(case.loss_sequence_tiles, case.mlp_sequence_tiles)
@@ -267,7 +267,7 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
 
         spec = with_sync_free_experts(spec, case.sync_free_capacity_factor)
     if config.cuda_graph_impl == "transformer_engine" and not case.keeps_layers:
-        from megatron.slipstream.integration.graphs.graph_layers import with_graph_offloading
+        from megatron.slipstream.integration.graphs.layers import with_graph_offloading
 
         spec = with_graph_offloading(spec)
     if config.mtp_num_layers:

@@ -12,9 +12,9 @@ from typing import Optional
 import torch
 from toy_model import make_chunks
 
-from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.graphs.offload import ChunkOffloading
 
 
 class OffloadedChunk:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.slipstream.chunk_graphs.backend import EagerGraphs, Graph, Recorded, Work
+from megatron.slipstream.graphs.capture import EagerGraphs, Graph, Recorded, Work
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _BAKED_IN = ("is_first_microbatch", "disable_parameter_transpose_cache")

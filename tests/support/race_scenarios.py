@@ -18,9 +18,9 @@ from unittest import mock
 import torch
 from hand_driven import HandDriven
 
-from megatron.slipstream.chunk_graphs.backend import _CudaTail
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
+from megatron.slipstream.graphs.capture import _CudaTail
 from megatron.slipstream.plan.edges import Edge
 
 NUMEL = 1 << 20

@@ -18,10 +18,10 @@ from megatron_models import forget_expert_metrics, use_gpu, wrap
 from quantized_linears import MarksBakedIn, train_in_fp8
 from tiny_gpt import ModelCase, build_chunks, first_difference, initialize, make_config, run_step
 
-from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
-from megatron.slipstream.chunk_graphs.offloading import SlotOffloading
+from megatron.slipstream.graphs.capture import graph_pool_bytes
+from megatron.slipstream.graphs.offload import SlotOffloading
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.graphs.packed_layer_graphs import PackedLayers
+from megatron.slipstream.integration.graphs.packed_layers import PackedLayers
 from megatron.slipstream.options.fields import OffloadConfig
 
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
@@ -338,7 +338,7 @@ def train_and_leave(
     rank: int, world_size: int, port: int, case: ModelCase, counts: Sequence[int]
 ) -> tuple[int, ...]:
     """Train with chunk graphs, and leave the process groups. Returns each chunk's replays."""
-    from megatron.slipstream.integration.graphs.chunk_graphs import close_graphs
+    from megatron.slipstream.integration.graphs.chunks import close_graphs
 
     case = start(case, rank, world_size, port)
     _, graphs = _train(case, counts, True, {})
@@ -353,7 +353,7 @@ def replay_again(
     rank: int, world_size: int, port: int, case: ModelCase
 ) -> tuple[list[str], list[bool]]:
     """The errors of replaying a chunk twice, and whether it is unpatched after each step."""
-    from megatron.slipstream.integration.graphs.chunk_graphs import close_graphs, replay_chunks
+    from megatron.slipstream.integration.graphs.chunks import close_graphs, replay_chunks
 
     case = start(case, rank, world_size, port)
     config = make_config(case, ())
@@ -457,7 +457,7 @@ def _train(
     offload_modules: Sequence[str] = (),
     layers: Optional[LayerGraphs] = None,
 ) -> tuple[list[list[torch.Tensor]], list[Any]]:
-    from megatron.slipstream.integration.graphs.chunk_graphs import replay_chunks
+    from megatron.slipstream.integration.graphs.chunks import replay_chunks
 
     forget_expert_metrics()
     config = make_config(case, offload_modules)

@@ -9,10 +9,10 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.slipstream.chunk_graphs.backend import EagerGraphs, GraphBackend
-from megatron.slipstream.chunk_graphs.bank import ChunkGraphs
-from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
+from megatron.slipstream.graphs.bank import ChunkGraphs
+from megatron.slipstream.graphs.capture import EagerGraphs, GraphBackend
+from megatron.slipstream.graphs.chunk import Chunk
 
 WIDTH, TOKENS = 8, 6
 SIZES = (1, 2, 4)

@@ -325,7 +325,7 @@ class OffloadEngine:
         group.untracked_in = plan.trace
         return True
 
-    # A pass that is captured as a whole (chunk_graphs/offloading.py).
+    # A pass that is captured as a whole (graphs/offload.py).
 
     def follow(self, plan: Plan, clock: Optional[StepClock] = None) -> None:
         """Follow ``plan`` in the coming pass, which must match it.

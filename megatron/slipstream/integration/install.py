@@ -159,8 +159,8 @@ def _prepare_chunk(
     if not moves_in_layer_graphs(chunk.config):
         return undo
     warn_once(check_options_in_graphs(facts, torch.cuda.is_available()))
-    from megatron.slipstream.integration.graphs.graph_layers import offload_in_graphs
-    from megatron.slipstream.integration.graphs.packed_layer_graphs import take_packed_sequences
+    from megatron.slipstream.integration.graphs.layers import offload_in_graphs
+    from megatron.slipstream.integration.graphs.packed_layers import take_packed_sequences
 
     # Only decoder layers are captured.
     if hasattr(chunk, "decoder"):

@@ -5,11 +5,11 @@
 The line of a wait carries the id of its row, in Python and in C++; a test finds all waits of the
 package. Those of Python's engine are issued by ``copy_streams``, those of C++ by
 ``native/store.h`` and ``native/storage.h``, those of whole-chunk graphs by
-``chunk_graphs/backend.py``.
+``graphs/capture.py``.
 
 The proof of a plan and its simulation take their orderings from here (:data:`EDGES`), and so do the
 safety properties their texts. Under CUDA graph capture, E1 to E6, E8 and E9 are edges inside the
-graph. E10 to E12 surround one: [Note: The tail of a forward graph] in ``chunk_graphs/backend.py``.
+graph. E10 to E12 surround one: [Note: The tail of a forward graph] in ``graphs/capture.py``.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ SCENARIOS: dict[Edge, Callable[[str], bool]] = {
     Edge.E8: _returned_memory_read_on_another_stream,
     Edge.E9: _read_in_the_graph_after_the_one_that_copies_back,
 }
-"""Of E1 to E9; those of E10 to E12 are in ``chunk_graphs/test_tail.py``."""
+"""Of E1 to E9; those of E10 to E12 are in ``graphs/test_tail.py``."""
 
 
 @pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])

@@ -105,7 +105,7 @@ def _train(
 ) -> Found:
     from megatron.slipstream.fine_grained_activation_offload.engine_setup import host_limit
     from megatron.slipstream.integration import install
-    from megatron.slipstream.integration.graphs.chunk_graphs import close_graphs, replay_chunks
+    from megatron.slipstream.integration.graphs.chunks import close_graphs, replay_chunks
 
     found, copies, engines = Found(), _Copies(), []
     copies.install()

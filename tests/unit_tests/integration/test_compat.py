@@ -100,7 +100,7 @@ def _layer_names(rank: int, world_size: int, port: int) -> set[str]:
     from megatron.core import parallel_state
 
     from megatron.slipstream.integration.entry.validation import parse_and_validate
-    from megatron.slipstream.integration.graphs.graph_layers import with_graph_offloading
+    from megatron.slipstream.integration.graphs.layers import with_graph_offloading
     from megatron.slipstream.integration.seam.specs import change_model_spec
 
     config = compat._GPT(parse_and_validate(GPT))

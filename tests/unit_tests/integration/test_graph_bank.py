@@ -19,10 +19,10 @@ from shared_documents import Setting, inputs_of, micro_batch_of
 from timed_backend import take_times_on_cpu
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, initialize
 
-from megatron.slipstream.chunk_graphs.engine import NUM_TIMED_CAPTURES
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import share_of
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED
+from megatron.slipstream.graphs.chunks import NUM_TIMED_CAPTURES
 
 TOKENS_PER_RANK = 32
 LENGTHS = (100, 17, 61, 1, 29, 9, 32, 30, 20, 3)
@@ -248,7 +248,7 @@ def test_what_no_graph_can_run_is_refused_with_its_figures() -> None:
 
 def _abort(rank: int, num_ranks: int, port: int, failing_rank: int) -> dict[str, Any]:
     """One rank has no room for the second size: each rank's error, graphs and next iteration."""
-    from megatron.slipstream.chunk_graphs.engine import SizeGraphs
+    from megatron.slipstream.graphs.chunks import SizeGraphs
 
     setting = on_two(ModelCase(tp=2, **SMALL, overrides=PER_TOKEN))
     initialize(setting.case, rank, num_ranks, port)

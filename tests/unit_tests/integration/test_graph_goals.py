@@ -26,7 +26,7 @@ from toy_model import SCHEDULES, make_chunks, run_schedule
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import NUM_UNTIL_TIMED
-from megatron.slipstream.integration.graphs import graph_goals
+from megatron.slipstream.integration.graphs import goals
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.candidates import PolicyOptions
 
@@ -201,7 +201,7 @@ def test_training_captures_late_enough_for_a_goal(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     args = _args(**changed)
-    graph_goals.prepare_arguments(args)
+    goals.prepare_arguments(args)
     assert args.cuda_graph_warmup_steps == expected
     assert [message.startswith(said) for message in caplog.messages if said] == [True] * bool(said)
     assert bool(caplog.messages) == bool(said)

@@ -198,7 +198,7 @@ def _for_a_stage(config: Any, vp_stage: Optional[int] = None) -> Any:
 def test_a_model_is_built_from_layers_that_offload_in_graphs(
     given: Callable[[], Any], stages: list[int]
 ) -> None:
-    from megatron.slipstream.integration.graphs.graph_layers import with_graph_offloading
+    from megatron.slipstream.integration.graphs.layers import with_graph_offloading
     from megatron.slipstream.integration.seam.specs import change_model_spec
 
     config = SimpleNamespace(transformer_layer_spec=given(), stages=[])
@@ -210,7 +210,7 @@ def test_a_model_is_built_from_layers_that_offload_in_graphs(
 
 
 def test_a_hybrid_model_is_built_from_such_layers() -> None:
-    from megatron.slipstream.integration.graphs.graph_layers import with_graph_offloading
+    from megatron.slipstream.integration.graphs.layers import with_graph_offloading
     from megatron.slipstream.integration.seam.specs import change_model_spec
 
     config = SimpleNamespace(hybrid_stack_spec=None)
@@ -225,7 +225,7 @@ def _classes(rank: int, world_size: int, port: int) -> list[tuple[str, bool, boo
     """Of a framework's layer: its class before, while it takes part, again, and afterwards."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron.slipstream.integration.graphs.graph_layers import (
+    from megatron.slipstream.integration.graphs.layers import (
         GraphedMixin,
         offload_in_graphs,
     )

@@ -18,7 +18,7 @@ from ranks import run_ranks
 from tiny_gpt import build_chunks, initialize, make_config, run_step
 
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.graphs import chunk_graphs
+from megatron.slipstream.integration.graphs import chunks as chunk_graphs
 from megatron.slipstream.integration.layers.layer_parts import decisions_of
 from megatron.slipstream.integration.layers.layer_settings import (
     LayerOptions,

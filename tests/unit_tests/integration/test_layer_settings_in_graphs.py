@@ -20,7 +20,7 @@ from replayed_gpt import gradients_and_state, start
 from tiny_gpt import build_chunks, first_difference, make_config, run_step
 
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.graphs.chunk_graphs import replay_chunks
+from megatron.slipstream.integration.graphs.chunks import replay_chunks
 from megatron.slipstream.integration.layers.layer_settings import apply, layers_of
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import releases

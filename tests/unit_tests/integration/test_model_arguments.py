@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
-from megatron.slipstream.chunk_graphs.slots import PipelineLayout, passes
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.estimate.model_options import shape_of_options
@@ -30,6 +29,7 @@ from megatron.slipstream.estimate.schedules import rank_schedule
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.estimate.training_command import read_flags, split_command
 from megatron.slipstream.estimate.training_setup import Configured
+from megatron.slipstream.graphs.in_flight import PipelineLayout, passes
 from megatron.slipstream.integration.entry.model_arguments import (
     PLAN_RULES,
     configured_by_flags,

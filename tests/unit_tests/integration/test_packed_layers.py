@@ -14,11 +14,11 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron.slipstream.chunk_graphs.backend import Tail
-from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
-from megatron.slipstream.integration.graphs.graph_layers import GraphedMixin
-from megatron.slipstream.integration.graphs.packed_layer_graphs import PackedLayers
+from megatron.slipstream.graphs.capture import Tail
+from megatron.slipstream.graphs.slot_memory import SlotMemory
+from megatron.slipstream.integration.graphs.layers import GraphedMixin
+from megatron.slipstream.integration.graphs.packed_layers import PackedLayers
 
 OFFSETS = "packed_seq_params_cu_seqlens_q"
 

@@ -13,11 +13,11 @@ import torch
 from quantized_linears import MarksBakedIn, QuantizedLinear
 from toy_chunk import run_in_order
 
-from megatron.slipstream.chunk_graphs.backend import Recorded, Work
-from megatron.slipstream.chunk_graphs.bank import ChunkGraphs
-from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
-from megatron.slipstream.integration.graphs.chunk_graphs import _transformer_engine_captures
+from megatron.slipstream.graphs.bank import ChunkGraphs
+from megatron.slipstream.graphs.capture import Recorded, Work
+from megatron.slipstream.graphs.chunk import Chunk
+from megatron.slipstream.integration.graphs.chunks import _transformer_engine_captures
 from megatron.slipstream.integration.graphs.quantized_weights import quantize_weights_in_every_pass
 
 WIDTH, TOKENS = 8, 6

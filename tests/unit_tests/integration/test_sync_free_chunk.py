@@ -17,10 +17,10 @@ from megatron_models import micro_batches, run_schedule, wrap
 from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 
-from megatron.slipstream.chunk_graphs.backend import EagerGraphs, Recorded, Work
 from megatron.slipstream.experts import capacity
 from megatron.slipstream.experts.capacity import step_check
-from megatron.slipstream.integration.graphs.chunk_graphs import replay_chunks
+from megatron.slipstream.graphs.capture import EagerGraphs, Recorded, Work
+from megatron.slipstream.integration.graphs.chunks import replay_chunks
 
 EVERYTHING = {
     "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],

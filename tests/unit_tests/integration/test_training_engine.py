@@ -15,7 +15,7 @@ from toy_model import make_manager
 
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.integration.entry import training
-from megatron.slipstream.integration.graphs import chunk_graphs
+from megatron.slipstream.integration.graphs import chunks as chunk_graphs
 
 
 def test_what_moves_inside_graphs_is_offloaded_too() -> None:

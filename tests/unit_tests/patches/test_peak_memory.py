@@ -12,9 +12,9 @@ import torch
 from attached_models import Decoder, micro_batch
 
 from megatron.slipstream import OffloadConfig, attach
-from megatron.slipstream.chunk_graphs.backend import CudaGraphs
 from megatron.slipstream.fine_grained_activation_offload import peak_statistics
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
+from megatron.slipstream.graphs.capture import CudaGraphs
 from megatron.slipstream.patches import patching, table
 from megatron.slipstream.patches.peak_memory import has_accelerator_statistics
 from megatron.slipstream.patches.table import Feature

@@ -54,7 +54,7 @@ def model_config(args: Any) -> Any:
         factor = args.moe_sync_free_capacity_factor
         change_model_spec(config, partial(with_sync_free_experts, capacity_factor=factor))
     if args.offload_engine == "slipstream" and moves_in_layer_graphs(args):
-        from megatron.slipstream.integration.graphs.graph_layers import with_graph_offloading
+        from megatron.slipstream.integration.graphs.layers import with_graph_offloading
 
         change_model_spec(config, with_graph_offloading)
     tiles = TileOptions(args.loss_sequence_tiles, args.mlp_sequence_tiles)
@@ -64,11 +64,11 @@ def model_config(args: Any) -> Any:
         config.pre_wrap_hooks.append(partial(with_tiles, options=tiles))
     limits = rank_limits(args) if args.dynamic_context_parallel else None
     if args.cuda_graph_granularity == "chunk":
-        from megatron.slipstream.integration.graphs.chunk_graphs import change_model_config
+        from megatron.slipstream.integration.graphs.chunks import change_model_config
 
         change_model_config(config, args.cuda_graph_warmup_steps, limits)
     if args.sequence_packing is not None and args.cuda_graph_impl == "transformer_engine":
-        from megatron.slipstream.integration.graphs.packed_layer_graphs import (
+        from megatron.slipstream.integration.graphs.packed_layers import (
             with_packed_layer_graphs,
         )
 

@@ -251,9 +251,9 @@ def _writing_at_end(files: RunFiles, monitor: Monitor) -> Iterator[None]:
 
 
 def _leave_process_groups() -> None:
-    from megatron.slipstream.integration.graphs import chunk_graphs
+    from megatron.slipstream.integration.graphs.chunks import close_graphs
 
-    chunk_graphs.close_graphs()
+    close_graphs()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -20,7 +20,7 @@ import torch
 from megatron.slipstream.integration.cpu import cpu_only
 from megatron.slipstream.integration.entry import checks
 from megatron.slipstream.integration.entry.arguments import defaults_of_machine, parse
-from megatron.slipstream.integration.graphs import graph_goals
+from megatron.slipstream.integration.graphs import goals
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.rules import require
 
@@ -58,10 +58,10 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
     ):
         require(findings)
     if args.cuda_graph_granularity == "chunk":
-        from megatron.slipstream.integration.graphs.chunk_graphs import prepare_arguments
+        from megatron.slipstream.integration.graphs.chunks import prepare_arguments
 
         prepare_arguments(args)
-    graph_goals.prepare_arguments(args)
+    goals.prepare_arguments(args)
     if args.use_checkpoint_args:
         _load_from_checkpoint(args)
     validate(args)

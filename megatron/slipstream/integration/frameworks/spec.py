@@ -16,7 +16,7 @@ from typing import Any, Optional
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron.slipstream.integration.frameworks import loading
-from megatron.slipstream.integration.graphs.graph_layers import with_graph_offloading
+from megatron.slipstream.integration.graphs.layers import with_graph_offloading
 from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.options.model import moves_in_layer_graphs
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.slipstream.chunk_graphs.slots import (
+from megatron.slipstream.graphs.in_flight import (
     PipelineLayout,
     ScheduleFunctions,
     slots_per_chunk,

@@ -17,7 +17,7 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.slipstream.integration.graphs import chunk_graphs
+from megatron.slipstream.integration.graphs.chunks import graphs_of
 from megatron.slipstream.integration.layers.layer_kinds import Kinds
 from megatron.slipstream.integration.layers.layer_parts import (
     CONTAINED,
@@ -74,7 +74,7 @@ def layers_of(chunks: Sequence[torch.nn.Module]) -> list[LayerOptions]:
     found = []
     for chunk in chunks:
         model = _language_model(chunk)
-        has_chunk_graphs = chunk_graphs.graphs_of(model.decoder) is not None
+        has_chunk_graphs = graphs_of(model.decoder) is not None
         for layer, is_checkpointed in _layers(model):
             state = _states.get(layer)
             if state is None:
@@ -239,7 +239,7 @@ def _check(assignment: Assignment, options: Sequence[LayerOptions]) -> None:
 
 
 def _check_not_captured(chunks: Sequence[torch.nn.Module], layers: Sequence[Any]) -> None:
-    of_chunks = (chunk_graphs.graphs_of(_language_model(chunk).decoder) for chunk in chunks)
+    of_chunks = (graphs_of(_language_model(chunk).decoder) for chunk in chunks)
     if any(map(is_captured, layers)) or any(graphs and graphs.is_captured for graphs in of_chunks):
         raise RuntimeError(
             "other settings of layers are not supported once CUDA graphs of them are captured "

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import torch
 
-from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.graphs.capture import graph_pool_bytes
 from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 from megatron.slipstream.plan.progress_bar import columns
 from megatron.slipstream.plan.render import format_bytes

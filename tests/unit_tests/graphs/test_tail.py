@@ -20,9 +20,9 @@ import torch
 from race_scenarios import without_edge
 from toy_chunk import Training, equal
 
-from megatron.slipstream.chunk_graphs import replay
-from megatron.slipstream.chunk_graphs.backend import CudaGraphs, EagerGraphs, Tail
-from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
+from megatron.slipstream.graphs import slots
+from megatron.slipstream.graphs.capture import CudaGraphs, EagerGraphs, Tail
+from megatron.slipstream.graphs.slot_memory import SlotMemory
 from megatron.slipstream.plan.edges import Edge
 
 COMPUTE, COPIES = "computation", "copies"
@@ -178,13 +178,13 @@ def test_the_next_slot_computes_beside_the_copies_of_the_one_before(streams: Str
 def written_after(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     """What the copies to the inputs of slots follow."""
     found: list[set[str]] = []
-    feed = replay.Slot.feed
+    feed = slots.Slot.feed
 
     def noted(*arguments: Any) -> None:
         found.append(set(streams.main.follows))
         feed(*arguments)
 
-    monkeypatch.setattr(replay.Slot, "feed", noted)
+    monkeypatch.setattr(slots.Slot, "feed", noted)
     return found
 
 

@@ -30,15 +30,15 @@ from toy_chunk import (
     trained,
 )
 
-from megatron.slipstream.chunk_graphs.backend import EagerGraphs, Recorded, Work
-from megatron.slipstream.chunk_graphs.bank import ChunkGraphs
-from megatron.slipstream.chunk_graphs.chunk import Chunk
-from megatron.slipstream.chunk_graphs.slot_memory import (
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
+from megatron.slipstream.graphs.bank import ChunkGraphs
+from megatron.slipstream.graphs.capture import EagerGraphs, Recorded, Work
+from megatron.slipstream.graphs.chunk import Chunk
+from megatron.slipstream.graphs.slot_memory import (
     MAX_SMALL_BYTES,
     Static,
     StaticInputs,
 )
-from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 
 with_and_without_sizes = pytest.mark.parametrize("is_sized", [False, True], ids=["", "sizes"])
 

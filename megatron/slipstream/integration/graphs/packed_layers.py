@@ -32,18 +32,18 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron.slipstream.chunk_graphs.backend import Tail
-from megatron.slipstream.chunk_graphs.bank import CpSizes, together
-from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory, Static, StaticInputs
-from megatron.slipstream.chunk_graphs.static_arguments import (
+from megatron.slipstream.context_parallel.limits import RankLimits
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
+from megatron.slipstream.graphs.bank import CpSizes, together
+from megatron.slipstream.graphs.capture import Tail
+from megatron.slipstream.graphs.slot_memory import SlotMemory, Static, StaticInputs
+from megatron.slipstream.graphs.static_arguments import (
     CapturedCall,
     StaticArguments,
     TensorFacts,
 )
-from megatron.slipstream.context_parallel.limits import RankLimits
-from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
-from megatron.slipstream.integration.graphs.cp_graph_inputs import DynamicSizes
-from megatron.slipstream.integration.graphs.graph_layers import GraphedMixin, open_graphs
+from megatron.slipstream.integration.graphs.cp_sizes import DynamicSizes
+from megatron.slipstream.integration.graphs.layers import GraphedMixin, open_graphs
 from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
 from megatron.slipstream.integration.packed.context_parallel_groups import context_parallel_groups

@@ -32,7 +32,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Optional
 
-from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import SLACK
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
@@ -40,6 +39,7 @@ from megatron.slipstream.fine_grained_activation_offload.manager import Pipeline
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.step_clock import StepClock, Times
 from megatron.slipstream.fine_grained_activation_offload.verify import nothing_poisoned
+from megatron.slipstream.graphs.slot_memory import SlotMemory
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.host_layout import size_class_bytes
 

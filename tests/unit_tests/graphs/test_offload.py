@@ -16,15 +16,15 @@ from offloaded_chunk import OffloadedChunk
 from timed_backend import TimedBackend
 from toy_model import all_equal, make_manager, micro_batch
 
-from megatron.slipstream.chunk_graphs.backend import Tail
-from megatron.slipstream.chunk_graphs.offloading import (
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.storage import Residence
+from megatron.slipstream.graphs.capture import Tail
+from megatron.slipstream.graphs.offload import (
     NUM_RUNS_WITHOUT_REPLAYS,
     SlotOffloading,
     share_of_host_memory,
 )
-from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.fine_grained_activation_offload.storage import Residence
+from megatron.slipstream.graphs.slot_memory import SlotMemory
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 

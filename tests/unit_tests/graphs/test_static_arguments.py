@@ -11,7 +11,7 @@ from typing import Any, Optional
 import pytest
 import torch
 
-from megatron.slipstream.chunk_graphs.static_arguments import FastMatch, StaticArguments
+from megatron.slipstream.graphs.static_arguments import FastMatch, StaticArguments
 
 
 @dataclass

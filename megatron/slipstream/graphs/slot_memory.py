@@ -14,10 +14,10 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.slipstream.chunk_graphs.backend import GraphBackend, Tail
-from megatron.slipstream.chunk_graphs.static_arguments import TensorFacts
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
+from megatron.slipstream.graphs.capture import GraphBackend, Tail
+from megatron.slipstream.graphs.static_arguments import TensorFacts
 
 MAX_SMALL_BYTES = 64 * 1024
 """Tensors up to this size are copied together, whatever their types: the launch costs more than the

@@ -12,7 +12,7 @@ from typing import Optional, Protocol
 
 import torch
 
-from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading
+from megatron.slipstream.graphs.offload import ChunkOffloading
 
 
 def _nothing() -> None:

@@ -17,12 +17,6 @@ from offloaded_chunk import OffloadedChunk
 from timed_backend import TimedBackend
 from toy_model import all_equal, make_chunks, make_manager, micro_batch
 
-from megatron.slipstream.chunk_graphs.backend import CudaGraphs, EagerGraphs, Tail
-from megatron.slipstream.chunk_graphs.bank import ChunkGraphs
-from megatron.slipstream.chunk_graphs.chunk import Chunk
-from megatron.slipstream.chunk_graphs.engine import NUM_TIMED_CAPTURES, SizeGraphs
-from megatron.slipstream.chunk_graphs.offloading import PlannedPass, SlotOffloading
-from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
@@ -33,6 +27,12 @@ from megatron.slipstream.fine_grained_activation_offload.copy_streams import Tim
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, Times
+from megatron.slipstream.graphs.bank import ChunkGraphs
+from megatron.slipstream.graphs.capture import CudaGraphs, EagerGraphs, Tail
+from megatron.slipstream.graphs.chunk import Chunk
+from megatron.slipstream.graphs.chunks import NUM_TIMED_CAPTURES, SizeGraphs
+from megatron.slipstream.graphs.offload import PlannedPass, SlotOffloading
+from megatron.slipstream.graphs.slot_memory import SlotMemory
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import Bandwidth
 

@@ -30,17 +30,17 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron.slipstream.chunk_graphs.backend import CudaGraphs, EagerGraphs, GraphBackend
-from megatron.slipstream.chunk_graphs.bank import ChunkGraphs
-from megatron.slipstream.chunk_graphs.chunk import Chunk
-from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading, share_of_host_memory
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.experts.capacity import LayerCapacity, step_check
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
-from megatron.slipstream.integration.graphs.cp_graph_inputs import DynamicSizes
+from megatron.slipstream.graphs.bank import ChunkGraphs
+from megatron.slipstream.graphs.capture import CudaGraphs, EagerGraphs, GraphBackend
+from megatron.slipstream.graphs.chunk import Chunk
+from megatron.slipstream.graphs.offload import ChunkOffloading, share_of_host_memory
+from megatron.slipstream.integration.graphs.cp_sizes import DynamicSizes
 from megatron.slipstream.integration.graphs.quantized_weights import (
     quantize_weights_in_every_pass,
     without_fp8_skip_flag,

@@ -30,7 +30,7 @@ from megatron.slipstream.fine_grained_activation_offload.graph_capture import (
     GraphId,
 )
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.integration.graphs.graph_goals import warn_of_untimed_plan
+from megatron.slipstream.integration.graphs.goals import warn_of_untimed_plan
 from megatron.slipstream.integration.seam import compat, model_router
 from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
 from megatron.slipstream.integration.seam.specs import replace_classes
@@ -40,7 +40,7 @@ from megatron.slipstream.options.rules import require
 from megatron.slipstream.patches.releases import is_since
 
 if TYPE_CHECKING:
-    from megatron.slipstream.integration.graphs.packed_layer_graphs import PackedLayers
+    from megatron.slipstream.integration.graphs.packed_layers import PackedLayers
 
 
 class GraphedMixin(torch.nn.Module):

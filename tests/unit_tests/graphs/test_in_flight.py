@@ -11,7 +11,7 @@ from typing import Any, Optional
 import pytest
 import torch
 
-from megatron.slipstream.chunk_graphs.slots import (
+from megatron.slipstream.graphs.in_flight import (
     Pass,
     PipelineLayout,
     most_in_flight,

@@ -39,12 +39,12 @@ from typing import Any, Optional, Protocol
 
 import torch
 
-from megatron.slipstream.chunk_graphs.backend import GraphBackend
-from megatron.slipstream.chunk_graphs.chunk import Chunk
-from megatron.slipstream.chunk_graphs.engine import CaptureFigures, SizeGraphs
-from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
-from megatron.slipstream.chunk_graphs.static_arguments import StaticArguments
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
+from megatron.slipstream.graphs.capture import GraphBackend
+from megatron.slipstream.graphs.chunk import Chunk
+from megatron.slipstream.graphs.chunks import CaptureFigures, SizeGraphs
+from megatron.slipstream.graphs.slot_memory import SlotMemory
+from megatron.slipstream.graphs.static_arguments import StaticArguments
 
 logger = logging.getLogger(__name__)
 

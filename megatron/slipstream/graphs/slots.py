@@ -9,10 +9,10 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.slipstream.chunk_graphs.backend import Graph
-from megatron.slipstream.chunk_graphs.chunk import CaptureHooks, NoCaptureHooks
-from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory, StaticInputs
-from megatron.slipstream.chunk_graphs.static_arguments import StaticArguments
+from megatron.slipstream.graphs.capture import Graph
+from megatron.slipstream.graphs.chunk import CaptureHooks, NoCaptureHooks
+from megatron.slipstream.graphs.slot_memory import SlotMemory, StaticInputs
+from megatron.slipstream.graphs.static_arguments import StaticArguments
 
 
 class Slot:

@@ -24,18 +24,18 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from megatron.slipstream.chunk_graphs.backend import Cost, GraphBackend
-from megatron.slipstream.chunk_graphs.capture_parameters import CaptureParameters
-from megatron.slipstream.chunk_graphs.chunk import Chunk, Constants
-from megatron.slipstream.chunk_graphs.offloading import PlannedPass
-from megatron.slipstream.chunk_graphs.replay import Replay, Slot, SlotAllocation
-from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
-from megatron.slipstream.chunk_graphs.static_arguments import (
+from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, Times
+from megatron.slipstream.graphs.capture import Cost, GraphBackend
+from megatron.slipstream.graphs.chunk import Chunk, Constants
+from megatron.slipstream.graphs.offload import PlannedPass
+from megatron.slipstream.graphs.parameters import CaptureParameters
+from megatron.slipstream.graphs.slot_memory import SlotMemory
+from megatron.slipstream.graphs.slots import Replay, Slot, SlotAllocation
+from megatron.slipstream.graphs.static_arguments import (
     CapturedCall,
     StaticArguments,
     TensorFacts,
 )
-from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, Times
 from megatron.slipstream.plan.render import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ _OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_
 
 
 class DynamicSizes:
-    """The sizes of dynamic context parallelism: ``CpSizes`` of ``chunk_graphs/bank.py``.
+    """The sizes of dynamic context parallelism: ``CpSizes`` of ``graphs/bank.py``.
 
     Args:
         model: The unwrapped model chunk.

@@ -14,8 +14,8 @@ import pytest
 import torch
 from toy_chunk import STEP, ToyChunk, Training, captured, equal, trained
 
-from megatron.slipstream.chunk_graphs.backend import Cost, EagerGraphs
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED
+from megatron.slipstream.graphs.capture import Cost, EagerGraphs
 
 with_and_without_sizes = pytest.mark.parametrize("is_sized", [False, True], ids=["", "sizes"])
 
