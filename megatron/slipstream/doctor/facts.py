@@ -92,7 +92,8 @@ class Facts:
         """``cuda_graph_impl``, or 'chunk' for whole chunks; None if no training was given."""
         if self.args is None:
             return self.command and "none"
-        return "chunk" if self.args.cuda_graph_granularity == "chunk" else self.args.cuda_graph_impl
+        is_chunk = self.args.cuda_graph_granularity == "chunk"
+        return "chunk" if is_chunk else self.args.cuda_graph_impl or "none"
 
 
 def collect(

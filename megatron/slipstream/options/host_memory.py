@@ -44,7 +44,7 @@ def available_memory_bytes(root: Path = Path("/")) -> Optional[int]:
     Args:
         root: Folder that contains /proc and /sys.
     """
-    found = [group.left_bytes for group in control_groups(root)]
+    found = [*_left_in_control_groups(root)]
     for line in read_lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             found.append(int(line.split()[1]) * 1024)
@@ -72,20 +72,10 @@ _CONTROLLERS = {
 """Files of control groups, by version."""
 
 
-class ControlGroup(NamedTuple):
-    """A control group with a memory limit, such as a container's."""
+def _left_in_control_groups(root: Path) -> Iterator[int]:
+    """Yield the bytes left of each memory limit that applies to this process.
 
-    version: int
-    limit_bytes: int
-    left_bytes: int
-    """Part of the limit that is unused, or used for file caches that can be dropped."""
-
-
-def control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
-    """Yield the control groups whose memory limits apply to this process.
-
-    Args:
-        root: Folder that contains /proc and /sys.
+    They are unused, or used for file caches that can be dropped.
     """
     for line in read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -97,15 +87,14 @@ def control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
         # host; then the mount point is the container's own group.
         group = mount / path.lstrip("/")
         for folder in (group, *group.parents):
-            found = _control_group(folder, version)
-            if found is not None:
-                yield found
+            left_bytes = _left_in(folder, _CONTROLLERS[version])
+            if left_bytes is not None:
+                yield left_bytes
             if folder == mount:
                 break
 
 
-def _control_group(folder: Path, version: int) -> Optional[ControlGroup]:
-    files = _CONTROLLERS[version]
+def _left_in(folder: Path, files: _MemoryController) -> Optional[int]:
     limit, used = read_lines(folder / files.limit), read_lines(folder / files.used)
     if not limit or not used or limit[0] == "max":
         return None
@@ -114,7 +103,7 @@ def _control_group(folder: Path, version: int) -> Optional[ControlGroup]:
         for line in read_lines(folder / "memory.stat")
         if line.startswith(files.droppable)
     ]
-    return ControlGroup(version, int(limit[0]), int(limit[0]) - int(used[0]) + sum(droppable))
+    return int(limit[0]) - int(used[0]) + sum(droppable)
 
 
 def read_lines(path: Path) -> list[str]:
