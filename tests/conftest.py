@@ -89,26 +89,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_TestRows(folder / "tests.jsonl"))
 
 
-COMPILE = """
-from megatron.core.tensor_parallel import random
-from megatron.slipstream.fine_grained_activation_offload.native import native_module
-
-native_module()
-getattr(random, "_get_share_storage", lambda: None)()
-"""
-
-
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """With several processes, compile at once what their tests need, while they collect.
-
-    Otherwise the first test that needs a module compiles it, for half a minute, and the other
-    processes soon wait for its lock.
-    """
+    """With several processes, compile at once what their tests need, while they collect."""
     config = session.config
     if not getattr(config.option, "numprocesses", None) or config.option.collectonly:
         return
     compiling = subprocess.Popen(
-        [sys.executable, "-c", COMPILE],
+        [sys.executable, "tests/support/compile_extensions.py"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdout=subprocess.DEVNULL,

@@ -1,26 +1,14 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Compiles the extensions that tests use; otherwise the first tests that do wait for the compiler.
+"""Compiles the extensions that tests use.
 
-python tests/support/compile_extensions.py
+Otherwise the first test that needs one compiles it, for half a minute, and the other processes soon
+wait for its lock. ``.ci/run`` runs it beside lint, and several processes while they collect.
 """
 
-from __future__ import annotations
+from megatron.core.tensor_parallel import random
 
-import sys
+from megatron.slipstream.fine_grained_activation_offload.native import native_module
 
-from megatron.slipstream.fine_grained_activation_offload.native import build
-from megatron.slipstream.integration.cpu import cpu_only
-
-
-def main() -> int:
-    cpu_only.install_cpu_shims()
-    from megatron.core.tensor_parallel import random
-
-    random._get_share_storage()
-    build.load()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+native_module()
+random._get_share_storage()

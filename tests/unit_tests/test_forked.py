@@ -11,24 +11,19 @@ import json
 import logging
 import os
 import random
-import signal
 import sys
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import new_process
 import numpy
 import pytest
 import torch
 from forked import run_function, run_module, run_script
-from ranks import import_megatron, run_ranks
-
-from megatron.slipstream.fine_grained_activation_offload import warning_log
+from ranks import run_ranks
 
 SCRIPT = """
 import json, os, subprocess, sys
@@ -87,240 +82,39 @@ def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
 # What a fork inherits
 
 
-class Inherited(NamedTuple):
-    """Changes of this process that a forked one must not have."""
-
-    spoil: Callable[[pytest.MonkeyPatch], None]
-    read: Callable[[], Any]
-    of_a_new_process: Any
-    """What ``read`` returns there; None: what it returns before the change."""
+def _settings(*_: Any) -> list[Any]:
+    warnings.warn("not an error", UserWarning, stacklevel=1)
+    drawn = [random.random(), float(numpy.random.rand()), torch.rand(1).item()]
+    logger = logging.getLogger("megatron.slipstream")
+    return [*drawn, str(torch.ones(1).dtype), logger.propagate, logger.level, gc.isenabled()]
 
 
-def _spoil_start_times(patch: pytest.MonkeyPatch) -> None:
-    from megatron.training import training
-
-    patch.setattr(training, "_TRAIN_START_TIME", time.time() - 3600)
-    patch.setattr(training, "_LEGACY_TRAIN_START_TIME", time.time() - 3600)
-
-
-def _stale_start_times() -> list[str]:
-    """Times of day, noted by modules of megatron, that lie more than ten seconds back."""
-    now = time.time()
-    return [
-        f"{name}.{attribute}"
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] == "megatron"
-        for attribute, value in vars(module).items()
-        if isinstance(value, float) and 10 < now - value < new_process.A_MONTH_S
-    ]
-
-
-def _spoil_random_numbers(patch: pytest.MonkeyPatch) -> None:
-    for draw in (random.random, numpy.random.rand, lambda: torch.rand(1)):
-        draw()
-
-
-def _draw() -> list[float]:
-    return [random.random(), float(numpy.random.rand()), torch.rand(1, device="cpu").item()]
-
-
-def _spoil_logging(patch: pytest.MonkeyPatch) -> None:
-    root, package = logging.getLogger(), logging.getLogger("megatron.slipstream")
-    patch.setattr(root, "handlers", [*root.handlers, logging.NullHandler()])
-    patch.setattr(package, "handlers", [logging.NullHandler()])
-    patch.setattr(package, "filters", [logging.Filter("none")])
-    patch.setattr(package, "propagate", False)
-    patch.setattr(root.manager, "disable", logging.ERROR)
-    patch.setattr(package, "level", logging.ERROR)
-    patch.setattr(root, "level", logging.ERROR)
-
-
-def _read_logging() -> list[Any]:
-    root, package = logging.getLogger(), logging.getLogger("megatron.slipstream")
-    return [
-        [len(logger.handlers), len(logger.filters), logger.propagate, logger.level]
-        for logger in (root, package)
-    ] + [root.manager.disable]
-
-
-def _spoil_messages(patch: pytest.MonkeyPatch) -> None:
-    from megatron.slipstream.integration.attach import forward
-
-    patch.setitem(warning_log._LOG.counts, "of an earlier test", 1)
-    patch.setattr(forward, "_has_warned_of_one_graph", True)
-
-
-def _read_messages() -> list[Any]:
-    from megatron.slipstream.integration.attach import forward
-
-    return [warning_log.keep_warnings(), forward._has_warned_of_one_graph]
-
-
-def _read_warnings() -> list[str]:
-    """What is shown of a warning that is on by default, and of one that is not."""
-    shown: list[str] = []
-
-    class Stream:
-        def write(self, text: str) -> None:
-            shown.append(text.rpartition(": ")[2].split("\n")[0])
-
-        def flush(self) -> None:
-            pass
-
-    before, sys.stderr = sys.stderr, Stream()  # type: ignore[assignment]
-    try:
-        warnings.warn("a user's", UserWarning, stacklevel=1)
-        warnings.warn("a developer's", DeprecationWarning, stacklevel=1)
-    except Warning:
-        shown.append("raised")
-    finally:
-        sys.stderr = before
-    return shown
-
-
-def _spoil_signals(patch: pytest.MonkeyPatch) -> None:
-    for number in (signal.SIGALRM, signal.SIGINT, signal.SIGUSR1):  # SIGTERM ends ranks
-        before = signal.signal(number, signal.SIG_IGN)
-        UNDO.append(lambda number=number, before=before: signal.signal(number, before))
-    before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-    UNDO.append(lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before_mask))
-
-
-def _read_signals() -> list[Any]:
-    numbers = signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
-    return [
-        *(signal.getsignal(number) == signal.SIG_DFL for number in numbers),
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler,
-        list(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-        signal.getitimer(signal.ITIMER_REAL),
-    ]
-
-
-def _spoil_hooks(patch: pytest.MonkeyPatch) -> None:
-    for owner, name in HOOKS:
-        patch.setattr(owner, name, print)
-
-
-HOOKS = [(sys, "excepthook"), (sys, "unraisablehook"), (threading, "excepthook")]
-
-
-def _read_hooks() -> list[bool]:
-    is_own = [getattr(owner, name) is getattr(owner, f"__{name}__") for owner, name in HOOKS]
-    return [*is_own, sys.gettrace() is None, sys.getprofile() is None]
-
-
-def _spoil_garbage_collector(patch: pytest.MonkeyPatch) -> None:
-    before = gc.isenabled(), gc.get_threshold()
-    gc.disable()
-    gc.set_threshold(1, 2, 3)
-    patch.setattr(gc, "callbacks", gc.callbacks)
-    gc.callbacks.append(_callback)
-    UNDO.append(lambda: gc.callbacks.remove(_callback))
-    UNDO.append(lambda: gc.set_threshold(*before[1]))
-    UNDO.append(gc.enable if before[0] else gc.disable)
-
-
-def _callback(*_: Any) -> None:
-    pass
-
-
-def _spoil_torch(patch: pytest.MonkeyPatch) -> None:
-    UNDO.append(new_process.RESETS["torch's settings"])
-    torch.set_default_dtype(torch.float64)
-    torch.set_default_device("meta")
-    torch.set_grad_enabled(False)
-    torch.use_deterministic_algorithms(True)
-    torch.set_float32_matmul_precision("medium")
-    torch.autograd.set_detect_anomaly(True)
-    torch.set_autocast_enabled("cpu", True)
-
-
-def _read_torch() -> list[Any]:
-    new = torch.ones(1, requires_grad=True)
-    return [
-        *(str(new.dtype), str(new.device), (new * 2).requires_grad),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.is_anomaly_enabled(),
-        torch.is_autocast_enabled("cpu"),
-    ]
-
-
-UNDO: list[Callable[[], object]] = []
-INHERITED = {
-    "start times": Inherited(_spoil_start_times, _stale_start_times, []),
-    "random numbers": Inherited(_spoil_random_numbers, _draw, None),
-    "logging": Inherited(
-        _spoil_logging, _read_logging, [[0, 0, True, logging.WARNING], [0, 0, True, 0], 0]
-    ),
-    "messages shown once": Inherited(_spoil_messages, _read_messages, [{}, False]),
-    "warnings": Inherited(
-        lambda patch: warnings.simplefilter("error"), _read_warnings, ["a user's"]
-    ),
-    "signals": Inherited(
-        _spoil_signals, _read_signals, [True, True, True, True, True, [], (0.0, 0.0)]
-    ),
-    "hooks of errors": Inherited(_spoil_hooks, _read_hooks, [True] * 5),
-    "garbage collector": Inherited(
-        _spoil_garbage_collector,
-        lambda: [gc.isenabled(), gc.get_threshold(), _callback in gc.callbacks],
-        [True, (700, 10, 10), False],
-    ),
-    "torch's settings": Inherited(
-        _spoil_torch, _read_torch, ["torch.float32", "cpu", True, False, "highest", False, False]
-    ),
-}
-
-
-@pytest.fixture
-def spoiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-
-    import_megatron()
-    with warnings.catch_warnings(record=True):
-        try:
-            for row in INHERITED.values():
-                row.spoil(monkeypatch)
-            yield
-        finally:
-            for undo in reversed(UNDO):
-                undo()
-            UNDO.clear()
-
-
-def _read_all(*_: Any) -> str:
-    return json.dumps({name: row.read() for name, row in INHERITED.items()})
-
-
-def _read_in_a_command() -> str:
-    def call() -> int:
-        print(_read_all())
-        return 0
-
-    done = run_function(call)
+def _settings_of_a_command() -> list[Any]:
+    done = run_function(lambda: print(json.dumps(_settings())) or 0)  # type: ignore[func-returns-value]
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
-
-
-def _read_in_a_rank() -> str:
-    return run_ranks(1, _read_all)[0]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this process is not forked with a GPU")
-@pytest.mark.parametrize("read_in", [_read_in_a_command, _read_in_a_rank])
-def test_a_forked_process_inherits_nothing_of_earlier_tests(
-    read_in: Callable[[], str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "read", [_settings_of_a_command, lambda: run_ranks(1, _settings)[0]], ids=["command", "rank"]
+)
+def test_a_forked_process_inherits_no_settings_of_earlier_tests(
+    read: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert INHERITED.keys() == new_process.RESETS.keys()
-    at_first = json.loads(read_in())
-    request.getfixturevalue("spoiled")
-    found = json.loads(read_in())
-    monkeypatch.setattr(new_process, "RESETS", {})
-    inherited = json.loads(read_in())
-    for name, row in INHERITED.items():
-        expected = row.of_a_new_process
-        expected = at_first[name] if expected is None else json.loads(json.dumps(expected))
-        assert found[name] == expected, name
-        assert inherited[name] != expected, f"the change of {name} has no effect"
+    at_first = read()
+    assert at_first[3:] == ["torch.float32", True, 0, True]
+    logger = logging.getLogger("megatron.slipstream")
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "level", logging.ERROR)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with warnings.catch_warnings(action="error"):
+            for draw in (random.random, numpy.random.rand, lambda: torch.rand(1)):
+                draw()
+            assert read() == at_first
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def _module(name: str, **attributes: Any) -> Callable[[pytest.MonkeyPatch], None]:

@@ -9,11 +9,9 @@ import dataclasses
 import json
 import math
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import functional_cases
 import pytest
 from forked import run_script
 from functional_cases import (
@@ -65,19 +63,6 @@ def words(folder: Path, line: str, **variables: str) -> list[str]:
 )  # fmt: skip
 def test_a_value_becomes_words(tmp_path: Path, line: str, expected: list[str]) -> None:
     assert words(tmp_path, line) == expected
-
-
-@pytest.mark.parametrize("text", [r"a\\|b", r"\\(x\\)", "plain", r"a\\\\b", "'it''s'"])
-def test_other_values_are_what_a_shell_that_reads_them_twice_makes_of_them(
-    tmp_path: Path, text: str
-) -> None:
-    script = (
-        'value=$(printf "%s\\n" "$1" | xargs); eval "words=($value)"; printf "%s\\n" "${words[@]}"'
-    )
-    by_shell = subprocess.run(
-        ["bash", "-c", script, "bash", text], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    assert words(tmp_path, f"--flag: {json.dumps(text)}") == ["--flag", *by_shell]
 
 
 def test_variables_are_put_in_and_others_left(tmp_path: Path) -> None:
@@ -243,38 +228,9 @@ def test_any_bit_of_difference_is_one(
     assert told in (first_difference(result_of(), changed) or "")
 
 
-def test_digests_that_both_lack_are_no_equality() -> None:
-    left, right = result_of(), result_of()
-    for result in (left, right):
-        del result.records[0]["gradients_sha256"]
-    assert first_difference(left, right) is not None
-
-
-def test_what_graphs_keep_counts_as_peak() -> None:
-    assert result_of(peak=100, pool=60).peak_bytes() == 101
-
-
-def test_the_peak_is_that_of_a_typical_iteration() -> None:
-    result = result_of(peak=100)
-    for record in result.records:
-        record["iterations"][0]["activation_peak_bytes"] -= 50
-    assert result.peak_bytes() == 101
-
-
 def test_a_resumed_training_is_compared_where_both_have_been() -> None:
     again = result_of(first=3)
     assert list(again.by_iteration("loss")) == [3, 4]
     assert first_difference(result_of(), again) is None
     again.records[-1]["iterations"][0]["loss"] = 1.0
     assert "iteration 3" in (first_difference(result_of(), again) or "")
-
-
-def test_a_training_that_fails_shows_the_end_of_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        functional_cases, "_launcher", lambda _: ["bash", "-c", "echo ValueError: no luck; exit 3"]
-    )
-    job = next(job for job in load_jobs() if job.platform == "cpu")
-    with pytest.raises(AssertionError, match=r"ended with status 3(.|\n)*no luck"):
-        functional_cases.train(job, True, tmp_path / "run")
