@@ -173,7 +173,7 @@ def test_rooms_import_one_way() -> None:
         ("plan/x.py", "from megatron.core import parallel_state"),
         ("plan/__init__.py", "from ..graphs import slots"),
         ("plan/deep/x.py", "from ...integration import install"),
-        ("fine_grained_activation_offload/x.py", "import megatron.slipstream.graphs.in_flight"),
+        ("fine_grained_activation_offload/x.py", "import megatron.slipstream.graphs.slots"),
         ("fine_grained_activation_offload/x.py", "import megatron.core"),
         ("fine_grained_activation_offload/x.py", "def f():\n    from megatron import core"),
         ("fine_grained_activation_offload/x.py", "import_module('megatron.training')"),

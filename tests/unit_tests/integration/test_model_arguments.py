@@ -25,16 +25,13 @@ from megatron.slipstream.estimate.model_shapes import (
 )
 from megatron.slipstream.estimate.model_state import state_bytes
 from megatron.slipstream.estimate.saved_tensors import saved_tensors
-from megatron.slipstream.estimate.schedules import rank_schedule
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.estimate.training_command import read_flags, split_command
 from megatron.slipstream.estimate.training_setup import Configured
-from megatron.slipstream.graphs.in_flight import PipelineLayout, passes
 from megatron.slipstream.integration.entry.model_arguments import (
     PLAN_RULES,
     configured_by_flags,
 )
-from megatron.slipstream.integration.graphs.schedules import MEGATRON_SCHEDULES
 from megatron.slipstream.options.fields import DEFAULTS, OffloadConfig
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
@@ -502,16 +499,3 @@ def test_no_option_that_changes_memory_is_ignored(parsed: dict[str, Any]) -> Non
 def test_what_is_left_out_is_noted(parsed: dict[str, Configured], flags: str) -> None:
     assert any(NOTED[flags] in note for note in parsed[flags].notes)
     assert not any(NOTED[flags] in note for note in parsed["llama"].notes)
-
-
-@pytest.mark.parametrize("vpp, group", [(None, None), (2, None), (3, 5)])
-@pytest.mark.parametrize("pp", [2, 4])
-def test_schedules_are_megatrons(pp: int, vpp: int | None, group: int | None) -> None:
-    count = 2 * (group or pp)
-    for rank in range(pp):
-        layout = PipelineLayout(pp, rank, vpp, group)
-        expected = [
-            ("F" if item.direction == "forward" else "B", item.micro_batch, item.chunk)
-            for item in passes(layout, count, MEGATRON_SCHEDULES)
-        ]
-        assert list(map(tuple, rank_schedule(pp, rank, count, vpp, group))) == expected

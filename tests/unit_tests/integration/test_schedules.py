@@ -6,31 +6,49 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import pytest
 import torch
 
-from megatron.slipstream.graphs.in_flight import (
-    Pass,
-    PipelineLayout,
-    most_in_flight,
-    passes,
-    slots_per_chunk,
-)
-from megatron.slipstream.integration.graphs.schedules import MEGATRON_SCHEDULES, chunk_slots
+from megatron.slipstream.estimate.schedules import Pass, rank_schedule
+from megatron.slipstream.integration.graphs.schedules import chunk_slots, slots_per_chunk
 
 pytestmark = pytest.mark.releases
 
 
-def slots(layout: PipelineLayout) -> tuple[int, ...]:
-    return slots_per_chunk(layout, MEGATRON_SCHEDULES)
+class Layout(NamedTuple):
+    """A rank of a pipeline."""
+
+    pp_size: int
+    pp_rank: int
+    vp_size: Optional[int] = None
+    group_size: Optional[int] = None
+
+    @property
+    def num_chunks(self) -> int:
+        return self.vp_size or 1
+
+    @property
+    def group(self) -> int:
+        return self.group_size or self.pp_size
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        return slots_per_chunk(*self)
+
+    def passes(self, count: int) -> list[Pass]:
+        return list(rank_schedule(self.pp_size, self.pp_rank, count, *self[2:]))
+
+    def takes(self, count: int) -> bool:
+        rest = count % self.group
+        return self.vp_size is None or (count >= self.group and not 0 < rest < self.pp_size)
 
 
-def layouts(pp_sizes: range, vp_sizes: list[Optional[int]]) -> list[PipelineLayout]:
+def layouts(pp_sizes: range, vp_sizes: list[Optional[int]]) -> list[Layout]:
     """Every rank of every pipeline; groups of minimal size, odd size, and twice the stages."""
     return [
-        PipelineLayout(pp_size, pp_rank, vp_size, group)
+        Layout(pp_size, pp_rank, vp_size, group)
         for pp_size in pp_sizes
         for vp_size in vp_sizes
         if vp_size is None or pp_size > 1
@@ -45,7 +63,7 @@ def layouts(pp_sizes: range, vp_sizes: list[Optional[int]]) -> list[PipelineLayo
 class _Stage:
     """A pipeline of which only this rank exists: it receives everything immediately."""
 
-    def __init__(self, layout: PipelineLayout) -> None:
+    def __init__(self, layout: Layout) -> None:
         group = SimpleNamespace(size=lambda: layout.pp_size, rank=lambda: layout.pp_rank)
         self.pp_group = group
         self.total_stages, self.current_stage = layout.pp_size, layout.pp_rank
@@ -69,7 +87,7 @@ class _TorchOnCpu:
 
 
 def passes_of_megatron(
-    monkeypatch: pytest.MonkeyPatch, layout: PipelineLayout, num_micro_batches: int
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, num_micro_batches: int
 ) -> list[Pass]:
     """Passes that megatron-core's schedule runs on this rank, recorded without computing."""
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -79,11 +97,11 @@ def passes_of_megatron(
     noted: list[Pass] = []
 
     def forward_step(*_: Any, current_microbatch: int, **options: Any) -> Any:
-        noted.append(Pass("forward", options.get("vp_stage") or 0, current_microbatch))
+        noted.append(Pass("F", current_microbatch, options.get("vp_stage") or 0))
         return noted[-1], 0
 
     def backward_step(_: Any, output: Any, *__: Any) -> Any:
-        noted.append(output._replace(direction="backward"))
+        noted.append(output._replace(direction="B"))
 
     monkeypatch.setattr(schedules, "forward_step", forward_step)
     monkeypatch.setattr(schedules, "backward_step", backward_step)
@@ -126,14 +144,14 @@ def test_passes_come_in_the_order_in_which_megatron_core_runs_them(
         counts = [count for count in range(1, 4 * layout.group) if layout.takes(count)]
         for count in pick.sample(counts, min(2, len(counts))):
             expected = passes_of_megatron(monkeypatch, layout, count)
-            assert list(passes(layout, count, MEGATRON_SCHEDULES)) == expected, (layout, count)
+            assert layout.passes(count) == expected, (layout, count)
             assert len(set(expected)) == 2 * count * layout.num_chunks
 
 
 # --- enough for any number of micro-batches, and no more ------------------------------------------
 
 
-def in_flight_by_counting(layout: PipelineLayout, num_micro_batches: int) -> list[int]:
+def in_flight_by_counting(layout: Layout, num_micro_batches: int) -> list[int]:
     """The most passes between forward and backward, computed from the schedule's description.
 
     Independent of the code under test: a forward pass's chunk follows from its table index, with
@@ -165,7 +183,7 @@ def test_every_number_of_micro_batches_finds_a_slot_and_one_number_needs_them_al
                     max(pair)
                     for pair in zip(needed, in_flight_by_counting(layout, count), strict=True)
                 ]
-        assert list(slots(layout)) == needed, layout
+        assert list(layout.slots) == needed, layout
 
 
 @pytest.mark.parametrize(
@@ -182,8 +200,8 @@ def test_every_number_of_micro_batches_finds_a_slot_and_one_number_needs_them_al
 def test_slots_of_common_layouts(
     pp_size: int, vp_size: Optional[int], group_size: Optional[int], per_rank: list[tuple[int, ...]]
 ) -> None:
-    ranks = [PipelineLayout(pp_size, rank, vp_size, group_size) for rank in range(pp_size)]
-    assert [slots(layout) for layout in ranks] == per_rank
+    ranks = [Layout(pp_size, rank, vp_size, group_size) for rank in range(pp_size)]
+    assert [layout.slots for layout in ranks] == per_rank
 
 
 @pytest.mark.parametrize(
@@ -195,15 +213,8 @@ def test_slots_of_common_layouts(
     ],
 )
 def test_slots_of_all_chunks_of_a_rank(pp_size: int, vp_size: int, totals: list[int]) -> None:
-    ranks = [PipelineLayout(pp_size, rank, vp_size) for rank in range(pp_size)]
-    assert [sum(slots(layout)) for layout in ranks] == totals
-
-
-def test_fewer_micro_batches_than_stages_need_fewer_slots() -> None:
-    first = PipelineLayout(8, 0)
-    for count in (3, 4, 6, 8, 20):
-        schedule = passes(first, count, MEGATRON_SCHEDULES)
-        assert most_in_flight(schedule, 1) == (min(count, 8),)
+    ranks = [Layout(pp_size, rank, vp_size) for rank in range(pp_size)]
+    assert [sum(layout.slots) for layout in ranks] == totals
 
 
 def test_slots_of_this_rank_come_from_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,35 +227,3 @@ def test_slots_of_this_rank_come_from_its_config(monkeypatch: pytest.MonkeyPatch
         microbatch_group_size_per_vp_stage=8,
     )
     assert chunk_slots(config) == (11, 5)
-
-
-# --- refused --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "arguments, option",
-    [
-        ((4, 4), "pp_rank=4"),
-        ((1, 0, 2), "virtual_pipeline_model_parallel_size=2"),
-        ((4, 0, 2, 3), "microbatch_group_size_per_vp_stage=3"),
-    ],
-)
-def test_a_layout_that_has_no_schedule_is_refused(arguments: tuple[int, ...], option: str) -> None:
-    with pytest.raises(ValueError, match=f"^{option} .*; (set|leave)"):
-        PipelineLayout(*arguments)
-
-
-def test_a_number_of_micro_batches_that_megatron_refuses_is_refused() -> None:
-    layout = PipelineLayout(4, 0, 2)
-    assert [count for count in range(1, 13) if layout.takes(count)] == [4, 8, 12]
-    with pytest.raises(ValueError, match="^num_microbatches=6 .*; set"):
-        list(passes(layout, 6, MEGATRON_SCHEDULES))
-    assert PipelineLayout(4, 0, 2, 5).takes(9)
-    assert not PipelineLayout(4, 0, 2, 5).takes(8)
-
-
-def test_a_schedule_that_is_none_is_not_counted() -> None:
-    with pytest.raises(ValueError, match="no backward pass of micro-batch 0"):
-        most_in_flight([Pass("backward", 0, 0)], 1)
-    with pytest.raises(ValueError, match="no forward pass of micro-batch 0"):
-        most_in_flight([Pass("forward", 0, 0)] * 2, 1)
