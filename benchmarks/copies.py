@@ -4,11 +4,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +15,6 @@ import torch
 from megatron_models import use_gpu
 
 from benchmarks.measure import wait_for_all
-from megatron.slipstream.fine_grained_activation_offload.backend import Bytes
-from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.plan.trace import Bandwidth
 
 BULK_BYTES = 1 << 20
@@ -42,44 +37,19 @@ class Direction:
     small_bytes: int
 
     @property
-    def num_copies(self) -> int:
-        """Number of copies of any size."""
-        return self.num_bulk + self.num_small
-
-    @property
     def gb_per_s(self) -> Optional[float]:
         """Rate while bulk copies run; None if there are none."""
         return self.bulk_bytes / self.bulk_ms / 1e6 if self.bulk_ms else None
 
 
-RECORD, WAIT = "cudaEventRecord", "cudaStreamWaitEvent"
-NUM_TIMED_CALLS = 200
-
-
 @dataclass(frozen=True)
 class Profile:
-    """An iteration's copies and driver calls."""
+    """An iteration's copies, and its kernels."""
 
     d2h: Direction
     h2d: Direction
-    num_calls: Mapping[str, int]
-    call_us: Mapping[str, float]
-    """Total host time in each kind of call."""
     kernel_ms: float
     """Time during which at least one kernel runs."""
-
-    @property
-    def engine_calls(self) -> dict[str, int]:
-        """Number of calls of each kind that offloading engines make.
-
-        Copies are counted on the device: the profiler does not see the driver's own call.
-        """
-        num_copies = self.d2h.num_copies + self.h2d.num_copies
-        calls = dict.fromkeys((RECORD, WAIT), 0)
-        for name, number in self.num_calls.items():
-            for kind in calls:
-                calls[kind] += number if name.startswith(kind) else 0
-        return {"copy": num_copies, **calls}
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a summary row."""
@@ -96,10 +66,6 @@ class Profile:
                 f"{name}_small_bytes": way.small_bytes,
             }
         row["kernel_ms"] = self.kernel_ms
-        row["num_driver_calls"] = dict(self.num_calls)
-        row["driver_us_per_call"] = {
-            name: us / self.num_calls[name] for name, us in self.call_us.items()
-        }
         return row
 
 
@@ -120,18 +86,12 @@ def profile(run: Callable[[int], Any], iteration: int) -> Optional[Profile]:
 
 
 def profile_of(events: Iterable[Mapping[str, Any]]) -> Profile:
-    """Return the copies and calls of a profiler's trace: Chrome-format events, durations in us."""
+    """Return the copies and kernels of a trace: Chrome-format events, durations in us."""
     events = list(events)
     copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
-    num_calls: Counter[str] = Counter()
-    call_us: Counter[str] = Counter()
-    for event in events:
-        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
-            num_calls[event["name"]] += 1
-            call_us[event["name"]] += event["dur"]
     kernels = [(event["ts"], event["dur"]) for event in events if event.get("cat") == "kernel"]
     directions = _direction(copies, "DtoH"), _direction(copies, "HtoD")
-    return Profile(*directions, num_calls, call_us, _covered(kernels) / 1e3)
+    return Profile(*directions, _covered(kernels) / 1e3)
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -159,33 +119,6 @@ def _direction(events: Iterable[Mapping[str, Any]], name: str) -> Direction:
         len(small),
         sum(nbytes for nbytes, _ in small),
     )
-
-
-@functools.cache
-def call_costs_us() -> dict[str, float]:
-    """Return the host time of one call of each kind, without any other work."""
-    backend = make_backend("auto")
-    stream = backend.new_stream()
-    device = torch.device("cuda" if use_gpu() else "cpu")
-    host = backend.allocate_host(BULK_BYTES)
-    copy = (Bytes.of(host), Bytes(backend.allocate_device(BULK_BYTES, device), 0, BULK_BYTES))
-    event = backend.record(stream)
-    calls: dict[str, Callable[[], object]] = {
-        "copy": lambda: backend.run_copies([copy], stream),
-        RECORD: lambda: backend.record(stream),
-        WAIT: lambda: backend.wait(stream, event),
-    }
-    costs = {}
-    for kind, call in calls.items():
-        call()  # the first one may take longer
-        backend.wait_on_host(stream)
-        begin_s = time.perf_counter()
-        for _ in range(NUM_TIMED_CALLS):
-            call()
-        costs[kind] = 1e6 * (time.perf_counter() - begin_s) / NUM_TIMED_CALLS
-        backend.wait_on_host(stream)
-    backend.free_host(host)
-    return costs
 
 
 def measure_bandwidth() -> Optional[Bandwidth]:

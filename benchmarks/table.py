@@ -67,6 +67,11 @@ def _of_others(cell: Callable[[Row], Optional[str]]) -> Callable[[Row], Optional
     return lambda row: None if row["engine"] in FIRST else cell(row)
 
 
+def _recomputed(row: Row) -> Optional[str]:
+    # With a budget alone the engine knows what layers recompute.
+    return format_mib(row["recomputed_bytes"]) if row.get("budget_bytes") else None
+
+
 def _copied(row: Row) -> Optional[str]:
     # The engine's own count if there was no profiler.
     nbytes = row.get("d2h_bulk_bytes", row.get("moved_bytes"))
@@ -120,6 +125,12 @@ COLUMNS = (
         _of_others(_mib("saved_bytes")),
         "by how much `act`, with `held`, is lower than that of the way that `time` compares with",
     ),
+    Column(
+        "budget MiB",
+        lambda row: format_mib(row["budget_bytes"]) if row.get("budget_bytes") else None,
+        "the budget for activations",
+    ),
+    Column("recomputed MiB", _recomputed, "what layers recompute within it"),
     Column("planned MiB", _mib("planned_saved_bytes"), "by how much a plan was to lower the peak"),
     Column("away MiB", _mib("planned_away_bytes"), "the most that a plan has on the host at once"),
     Column("reserved MiB", _mib("reserved_bytes"), "the most that the caching allocator held"),
@@ -133,11 +144,6 @@ COLUMNS = (
         "driver us/group",
         _number("driver_us_per_group", 0),
         "the part of it in the driver and the allocator, where C++ calls them",
-    ),
-    Column(
-        "floor us/group",
-        _number("floor_us_per_group", 1),
-        "copies, events and waits that the engine adds, each timed by itself",
     ),
     Column("layers us", _number("forward_us", 0), "host time of a forward pass of all layers"),
     Column("mallocs", _number("num_device_allocs"), "calls of cudaMalloc in three iterations"),

@@ -21,7 +21,7 @@ import torch
 from garbage import without_garbage_collection
 
 from benchmarks.case import Case, Limits, Variant, base_label
-from benchmarks.copies import Profile, call_costs_us, profile
+from benchmarks.copies import Profile, profile
 from benchmarks.figures import Spread, loss_difference, overhead_percent, spread_of
 from benchmarks.marks import HostTimes, measure_host_times
 from benchmarks.measure import (
@@ -297,7 +297,6 @@ class VariantRun:
             row["num_calls"] = dict(figures.host.calls)
         if figures.profile is not None:
             row |= figures.profile.fields()
-            row["floor_us_per_group"] = self._floor_us_per_group(label)
         if way.is_ours:
             row |= report_fields(way.manager)
         if way.is_ours and way.has_marks and way.manager.plan is not None:
@@ -338,20 +337,6 @@ class VariantRun:
             "overhead_percent_standard_error": overhead.standard_error,
             "loss_difference": difference,
         }
-
-    def _floor_us_per_group(self, label: str) -> Optional[float]:
-        """Return the host time per group of the driver calls that an engine adds to the first way.
-
-        The same calls are timed alone: this is the engine's host time if it did nothing else.
-        """
-        figures, base = self._figures[label], self._figures[self._first]
-        if figures.host is None or figures.profile is None or base.profile is None:
-            return None
-        costs_us, without = call_costs_us(), base.profile.engine_calls
-        calls = figures.profile.engine_calls.items()
-        added_us = sum(costs_us[kind] * (number - without[kind]) for kind, number in calls)
-        num_groups = figures.host.num_groups
-        return added_us / num_groups if num_groups else None
 
     def _copied_per_saved(self, row: Mapping[str, Any]) -> Optional[float]:
         """Return the bytes offloaded per byte by which the peak is lower.

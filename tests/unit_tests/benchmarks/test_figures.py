@@ -12,10 +12,9 @@ from dataclasses import replace
 import pytest
 from make_trace import Model, one_pass
 
-from benchmarks.copies import call_costs_us, profile_of
+from benchmarks.copies import profile_of
 from benchmarks.figures import loss_difference, overhead_percent, spread_of
-from benchmarks.marks import HostTimes
-from benchmarks.variant import VariantRun, _Figures, bound_fields, describe
+from benchmarks.variant import bound_fields, describe
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import Bandwidth
@@ -87,52 +86,8 @@ def kernel(begin_us: float, us: float) -> dict[str, object]:
     return {"cat": "kernel", "name": "gemm", "ts": begin_us, "dur": us, "args": {}}
 
 
-def call(name: str, us: float = 1.0) -> dict[str, object]:
-    return {"cat": "cuda_runtime", "name": name, "dur": us, "args": {}}
-
-
 def copy(name: str, nbytes: int = 64, us: float = 1.0) -> dict[str, object]:
     return {"cat": "gpu_memcpy", "name": name, "dur": us, "args": {"bytes": nbytes}}
-
-
-TO_HOST, TO_DEVICE = "Memcpy DtoH (Device -> Pinned)", "Memcpy HtoD (Pinned -> Device)"
-RECORD, WAIT = "cudaEventRecord", "cudaStreamWaitEvent"
-
-
-def test_calls_of_the_driver_are_counted_by_kind() -> None:
-    events = [call(RECORD, 1.5), call("cudaEventRecordWithFlags", 2.5), call(WAIT)]
-    events += [call("cudaLaunchKernel", 30.0), copy(TO_HOST), copy(TO_DEVICE, 5_000_000)]
-    profile = profile_of(events)
-    assert profile.engine_calls == {"copy": 2, RECORD: 2, WAIT: 1}
-    fields = profile.fields()
-    assert fields["num_driver_calls"][RECORD] == 1
-    assert fields["driver_us_per_call"] == {
-        RECORD: 1.5, "cudaEventRecordWithFlags": 2.5, WAIT: 1.0, "cudaLaunchKernel": 30.0,
-    }  # fmt: skip
-
-
-def test_the_floor_of_a_group_is_made_of_the_calls_that_an_engine_adds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    costs_us = {"copy": 4.0, RECORD: 2.0, WAIT: 1.0}
-    monkeypatch.setattr("benchmarks.variant.call_costs_us", lambda: costs_us)
-    host = HostTimes()
-    host.calls["on_group_commit_forward"] = 2
-    measured = VariantRun.__new__(VariantRun)
-    measured._first = "off"
-    events = [copy(TO_HOST)] * 3 + [copy(TO_DEVICE)] * 2 + [call(RECORD)] * 5 + [call(WAIT)] * 4
-    measured._figures = {
-        "off": _Figures(profile=profile_of([copy(TO_HOST), call(RECORD)])),
-        "slipstream": _Figures(host=host, profile=profile_of(events)),
-    }
-    assert measured._floor_us_per_group("slipstream") == (4 * 4.0 + 4 * 2.0 + 4 * 1.0) / 2
-    assert measured._floor_us_per_group("off") is None
-
-
-def test_each_kind_of_call_has_a_cost() -> None:
-    costs_us = call_costs_us()
-    assert costs_us.keys() == profile_of([]).engine_calls.keys()
-    assert all(cost_us > 0 for cost_us in costs_us.values())
 
 
 def test_the_bound_is_that_of_the_times_that_the_engine_measured_and_of_the_link() -> None:

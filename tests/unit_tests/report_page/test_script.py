@@ -23,9 +23,7 @@ from megatron.slipstream.report_page.iteration import Iteration, iteration_of
 from megatron.slipstream.report_page.page import render_page
 
 EXECUTABLE = find_browser()
-pytestmark = pytest.mark.skipif(
-    EXECUTABLE is None, reason="needs chromium (Debian: apt-get install chromium)"
-)
+pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="needs chromium: ./run install-browser")
 
 FOLDER = Path(page_module.__file__).parent
 LANES, MEMORY = "inRank('.plot')[0]", "inRank('.plot')[1]"
