@@ -43,7 +43,7 @@ from megatron.slipstream.fine_grained_activation_offload.graph_capture import ON
 from megatron.slipstream.graphs.capture import GraphBackend
 from megatron.slipstream.graphs.chunk import Chunk
 from megatron.slipstream.graphs.chunks import CaptureFigures, SizeGraphs
-from megatron.slipstream.graphs.slot_memory import SlotMemory
+from megatron.slipstream.graphs.slots import SlotMemory
 from megatron.slipstream.graphs.static_arguments import StaticArguments
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ import abc
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 from packaging.version import Version
@@ -48,10 +48,9 @@ Work = Callable[[], Sequence[torch.Tensor]]
 """Work to capture. It returns tensors that are read after each replay."""
 
 
-class Graph(abc.ABC):
+class Graph(Protocol):
     """Captured work. Its results have the same addresses after every replay."""
 
-    @abc.abstractmethod
     def replay(self) -> None:
         """Launch it on the current stream, without waiting for it."""
 
@@ -78,13 +77,6 @@ class Recorded(NamedTuple):
 
     graph: Graph
     results: tuple[torch.Tensor, ...]
-
-
-class Cost(NamedTuple):
-    """Device memory that work needs."""
-
-    peak_bytes: int
-    """The peak, above the memory in use before."""
 
 
 class GraphBackend(abc.ABC):
@@ -115,8 +107,8 @@ class GraphBackend(abc.ABC):
         return Tail()
 
     @abc.abstractmethod
-    def measure(self, work: Callable[[], None]) -> Cost:
-        """Run work once, within a session, and return the memory that it needs."""
+    def measure(self, work: Callable[[], None]) -> int:
+        """Run work once, within a session; return its peak above the bytes in use before."""
 
     @abc.abstractmethod
     def record(self, work: Work, pool: Any) -> Recorded:
@@ -132,14 +124,6 @@ class GraphBackend(abc.ABC):
     @abc.abstractmethod
     def held_bytes(self) -> int:
         """Return the device memory that belongs to graphs."""
-
-
-class _CudaGraph(Graph):
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self.replay = graph.replay  # type: ignore[method-assign]
-
-    def replay(self) -> None:
-        raise NotImplementedError
 
 
 class _CudaTail(Tail):
@@ -238,7 +222,7 @@ class CudaGraphs(GraphBackend):
     def finish(self) -> None:
         torch.cuda.synchronize()  # H2
 
-    def measure(self, work: Callable[[], None]) -> Cost:
+    def measure(self, work: Callable[[], None]) -> int:
         # A private pool would also start without cached memory, and allocate whole segments.
         torch.cuda.synchronize()  # H2
         torch.cuda.empty_cache()
@@ -251,7 +235,7 @@ class CudaGraphs(GraphBackend):
         after = peak_statistics.read(device)
         counted = ("allocated_bytes", "reserved_bytes")
         rises = (after[name]["all"]["peak"] - before[name]["all"]["peak"] for name in counted)
-        return Cost(max(rises))
+        return max(rises)
 
     def record(self, work: Work, pool: Any) -> Recorded:
         graph = torch.cuda.CUDAGraph()
@@ -269,7 +253,7 @@ class CudaGraphs(GraphBackend):
             finally:
                 if was_collecting:
                     gc.enable()
-        return Recorded(_CudaGraph(graph), results)
+        return Recorded(graph, results)
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info()
@@ -290,7 +274,7 @@ def graph_pool_bytes() -> int:
     )
 
 
-class _EagerGraph(Graph):
+class _EagerGraph:
     """Runs the work again, and copies its results to the addresses of the first run's."""
 
     def __init__(self, work: Work, results: Sequence[torch.Tensor]) -> None:
@@ -325,9 +309,9 @@ class EagerGraphs(GraphBackend):
     def new_pool(self) -> Any:
         return None
 
-    def measure(self, work: Callable[[], None]) -> Cost:
+    def measure(self, work: Callable[[], None]) -> int:
         work()
-        return Cost(0)
+        return 0
 
     def record(self, work: Work, pool: Any) -> Recorded:
         results = tuple(result.detach().clone() for result in work())

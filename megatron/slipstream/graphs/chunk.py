@@ -1,14 +1,23 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A model chunk as the engine sees it, and its optional parts."""
+"""A model chunk as its graphs see it, and its parameters during a capture.
+
+[Note: Parameters of a capture]
+While a slot is captured, every parameter is replaced by another one with the same memory. Backward
+accumulates gradients in these, on the stream of the capture and without the data parallel
+wrapper's hooks. Their own hooks add each gradient to ``main_grad`` at the same point, as part of
+the graph. So autograd runs as in ``backward()``, which recomputation requires, and outside of
+graphs it does not handle parameters: the host time of a replay does not depend on the number of
+layers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Optional, Protocol
+from typing import Any, Optional, Protocol
 
 import torch
 
@@ -17,37 +26,6 @@ from megatron.slipstream.graphs.offload import ChunkOffloading
 
 def _nothing() -> None:
     pass
-
-
-class CaptureHooks(Protocol):
-    """Contexts for the passes of one slot while they are captured."""
-
-    @property
-    def leaves_copies(self) -> bool:
-        """Whether the forward pass ends before its copies do: they are the slot memory's tail."""
-
-    def forward(self) -> AbstractContextManager[None]:
-        """The context of the forward pass."""
-
-    def backward(self) -> AbstractContextManager[None]:
-        """The context of the backward pass."""
-
-    def close(self) -> None:
-        """Called when the graphs are deleted."""
-
-
-class NoCaptureHooks:
-    """Hooks that do nothing."""
-
-    leaves_copies = False
-
-    def forward(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    backward = forward
-
-    def close(self) -> None:
-        pass
 
 
 def _no_state() -> Callable[[], None]:
@@ -68,7 +46,7 @@ class _NoConstants:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A model chunk, as the engine sees it.
+    """A model chunk, as its graphs see it.
 
     Args:
         name: The chunk's name, for messages.
@@ -91,3 +69,56 @@ class Chunk:
     save_state: Callable[[], Callable[[], None]] = _no_state
     offloading: Optional[ChunkOffloading] = None
     make_constants: Callable[[], Constants] = _NoConstants
+
+
+class CaptureParameters:
+    """The parameters of a model chunk during a capture.
+
+    Args:
+        name: The chunk's name, for messages.
+        module: Holds the parameters.
+
+    Raises:
+        ValueError: A parameter has no ``main_grad``.
+    """
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        self._own = [
+            (part._parameters, own_name, parameter)
+            for part in module.modules()
+            for own_name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+        """The modules and names of each parameter; a shared one has several."""
+        self._others: dict[torch.nn.Parameter, Any] = {}
+        for full_name, parameter in module.named_parameters():
+            if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
+                raise ValueError(
+                    f"{full_name} of {name} has no main_grad, to which CUDA graphs of chunks add "
+                    "gradients; wrap the model in megatron-core's DistributedDataParallel"
+                )
+            other: Any = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+            other.__dict__.update(parameter.__dict__)
+            other.grad_added_to_main_grad = False
+            if other.requires_grad:
+                other.register_post_accumulate_grad_hook(_add_to_main_grad)
+            self._others[parameter] = other
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Make the module use these parameters inside the context."""
+        try:
+            for place, name, parameter in self._own:
+                place[name] = self._others[parameter]
+            yield
+        finally:
+            for place, name, parameter in self._own:
+                place[name] = parameter
+
+
+@torch.no_grad()
+def _add_to_main_grad(parameter: Any) -> None:
+    # Layers that add to main_grad themselves return a dummy gradient.
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None

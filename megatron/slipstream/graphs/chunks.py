@@ -25,12 +25,10 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, Times
-from megatron.slipstream.graphs.capture import Cost, GraphBackend
-from megatron.slipstream.graphs.chunk import Chunk, Constants
+from megatron.slipstream.graphs.capture import GraphBackend
+from megatron.slipstream.graphs.chunk import CaptureParameters, Chunk, Constants
 from megatron.slipstream.graphs.offload import PlannedPass
-from megatron.slipstream.graphs.parameters import CaptureParameters
-from megatron.slipstream.graphs.slot_memory import SlotMemory
-from megatron.slipstream.graphs.slots import Replay, Slot, SlotAllocation
+from megatron.slipstream.graphs.slots import Replay, Slot, SlotAllocation, SlotMemory
 from megatron.slipstream.graphs.static_arguments import (
     CapturedCall,
     StaticArguments,
@@ -168,11 +166,11 @@ class SizeGraphs:
         put_back = self.chunk.save_state()
         try:
             slots = [Slot(sample, arguments, memory) for memory in memories]
-            cost = self._plan(slots[0], parameters, sample, together)
+            peak_bytes = self._plan(slots[0], parameters, sample, together)
         finally:
             put_back()
         seconds = time.perf_counter() - started
-        self._prepared = _Prepared(slots, parameters, sample, cost.peak_bytes, seconds)
+        self._prepared = _Prepared(slots, parameters, sample, peak_bytes, seconds)
 
     def record(self) -> None:
         """Capture all slots as prepared, in the same session."""
@@ -253,7 +251,7 @@ class SizeGraphs:
         parameters: CaptureParameters,
         sample: torch.Tensor,
         together: Together,
-    ) -> Cost:
+    ) -> int:
         """Run a slot's work for first-use effects, plan what moves, and measure its memory."""
         run = partial(self._run_once, slot, parameters)
         if self.chunk.offloading is None:
@@ -261,17 +259,17 @@ class SizeGraphs:
             return self._measure(run)
         can_time_replays = self._backend.records_external_events
         with self.chunk.offloading.planning(run, can_time_replays) as planned:
-            cost = self._measure(planned.run)
+            peak_bytes = self._measure(planned.run)
             if planned.times_replays:
                 for _ in range(NUM_TIMED_CAPTURES):
                     self._time_replays(planned, parameters, sample, together)
-                cost = self._measure(planned.run)
-        return cost
+                peak_bytes = self._measure(planned.run)
+        return peak_bytes
 
-    def _measure(self, run: Callable[[], None]) -> Cost:
-        cost = self._backend.measure(run)
-        self._check_room(cost.peak_bytes)
-        return cost
+    def _measure(self, run: Callable[[], None]) -> int:
+        peak_bytes = self._backend.measure(run)
+        self._check_room(peak_bytes)
+        return peak_bytes
 
     def _time_replays(
         self,

@@ -27,9 +27,9 @@ pass again, so the first ones of each slot are verified too.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
@@ -39,7 +39,7 @@ from megatron.slipstream.fine_grained_activation_offload.manager import Pipeline
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.step_clock import StepClock, Times
 from megatron.slipstream.fine_grained_activation_offload.verify import nothing_poisoned
-from megatron.slipstream.graphs.slot_memory import SlotMemory
+from megatron.slipstream.graphs.slots import SlotMemory
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.host_layout import size_class_bytes
 
@@ -51,41 +51,27 @@ One is recorded. If the backend records times, memory and times of the others ar
 is updated once, or up to three times if replays are not timed afterwards."""
 
 
+@dataclasses.dataclass(frozen=True)
 class PlannedPass:
-    """A pass of a chunk while it is planned.
+    """A pass of a chunk while it is planned."""
 
-    Args:
-        engine: Records and plans it.
-        run: Runs it as planned so far.
-        make_timed_slot: Creates the contexts for a timed capture of it, as planned.
-        times_replays: See :attr:`times_replays`.
-    """
-
-    def __init__(
-        self,
-        engine: PipelineOffloadManager,
-        run: Callable[[], None],
-        make_timed_slot: Callable[[Optional[Plan], SlotMemory], SlotOffloading],
-        times_replays: bool,
-    ) -> None:
-        self._engine = engine
-        self.run = run
-        self._make_timed_slot = make_timed_slot
-        self.times_replays = times_replays
-        """Whether it is replanned from the times of replays."""
+    engine: PipelineOffloadManager
+    """Records and plans it."""
+    run: Callable[[], None]
+    """Runs it as planned so far."""
+    make_slot: Callable[..., SlotOffloading]
+    """Creates the contexts for a capture that follows a plan, in a slot's memory."""
+    times_replays: bool
+    """Whether it is replanned from the times of replays."""
 
     def timed_slot(self, memory: SlotMemory) -> SlotOffloading:
-        """Return contexts for the capture of one slot with events.
-
-        Args:
-            memory: The slot's memory.
-        """
-        self._engine.store.close()  # Only one of the two host pools is needed at a time.
-        return self._make_timed_slot(self._engine.plan, memory)
+        """Return contexts for the capture of one slot with events."""
+        self.engine.store.close()  # Only one of the two host pools is needed at a time.
+        return self.make_slot(self.engine.plan, memory, is_timed=True)
 
     def plan_again(self, times: Sequence[Times]) -> None:
         """Replan from the times of the slot's replays."""
-        self._engine.plan_for_replays(times)
+        self.engine.plan_for_replays(times)
 
 
 class ChunkOffloading:
@@ -112,8 +98,8 @@ class ChunkOffloading:
     ) -> None:
         self._make_engine = make_engine
         self._num_verified = num_verified
-        self._begin_pass = begin_pass
-        self._marks_go_to = marks_go_to
+        self.begin_pass = begin_pass
+        self.marks_go_to = marks_go_to
         self._note_replayed = note_replayed
         self._plan: Optional[Plan] = None
         self._slots: list[SlotOffloading] = []
@@ -146,16 +132,15 @@ class ChunkOffloading:
         self._slots.clear()
 
         def run_once() -> None:
-            self._begin_pass(engine)
-            with self._marks_go_to(engine):
+            self.begin_pass(engine)
+            with self.marks_go_to(engine):
                 run()
             engine.reset()
 
         try:
             for _ in range(num_runs if takes_time else NUM_UNTIMED_RUNS):
                 run_once()
-            make_timed_slot = partial(self._slot, is_timed=True)
-            yield PlannedPass(engine, run_once, make_timed_slot, takes_time and times_replays)
+            yield PlannedPass(engine, run_once, self._slot, takes_time and times_replays)
             self._plan = engine.plan
         finally:
             engine.close()
@@ -203,38 +188,34 @@ class ChunkOffloading:
         num_verified: int = 0,
     ) -> SlotOffloading:
         engine = self._make_engine(num_verified)
-        contexts = (self._begin_pass, self._marks_go_to)
-        return SlotOffloading(engine, plan, memory, *contexts, is_timed, num_verified)
+        return SlotOffloading(self, engine, plan, memory, is_timed, num_verified)
 
 
 class SlotOffloading:
     """Offloading while the graphs of one slot are captured.
 
     Args:
+        of_chunk: Creates it.
         engine: Serves this slot only.
         plan: The plan to follow; None if nothing moves.
         memory: The slot's memory, whose host memory is grown to the plan's size.
-        begin_pass: See :class:`ChunkOffloading`.
-        marks_go_to: See there.
         is_timed: Whether each replay records the times of its marks and copies.
         num_verified: Number of passes that the engine verifies.
     """
 
     def __init__(
         self,
+        of_chunk: ChunkOffloading,
         engine: PipelineOffloadManager,
         plan: Optional[Plan],
         memory: SlotMemory,
-        begin_pass: Callable[[PipelineOffloadManager], None],
-        marks_go_to: Callable[[PipelineOffloadManager], AbstractContextManager[None]],
         is_timed: bool = False,
         num_verified: int = 0,
     ) -> None:
         self._engine = engine
         self._num_left_to_verify = num_verified
         self._plan = plan
-        self._begin_pass = begin_pass
-        self._marks_go_to = marks_go_to
+        self._of_chunk = of_chunk
         self._clock = StepClock(engine.store.backend, is_of_graph=True) if is_timed else None
         self._memory: Optional[SlotMemory] = None
         self.modules: Mapping[str, ModuleCounters] = {}
@@ -264,10 +245,10 @@ class SlotOffloading:
             return
         if self._clock is not None:
             self._clock.restart()
-        self._begin_pass(self._engine)
+        self._of_chunk.begin_pass(self._engine)
         self._engine.follow(self._plan, self._clock)
         with self._graph():
-            with self._marks_go_to(self._engine):
+            with self._of_chunk.marks_go_to(self._engine):
                 yield
             assert self._memory is not None
             self._memory.tail.begin()  # First: releasing a group waits for its copies.
@@ -342,11 +323,7 @@ def share_of_host_memory(
 
 
 def _hold(pool: HostPool, plan: Plan) -> int:
-    """Reserve host memory for a pass: all moving groups are offloaded when its forward ends.
-
-    Returns:
-        Bytes added to the pool.
-    """
+    """Reserve host memory for all groups that move; return the bytes added to the pool."""
     before = pool.allocated_bytes
     sizes = [size_class_bytes(storage.nbytes) for storage in plan.storages]
     needed = sum(sizes) + int(SLACK * sum(sizes))

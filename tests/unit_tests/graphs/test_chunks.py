@@ -34,7 +34,7 @@ from megatron.slipstream.fine_grained_activation_offload.graph_capture import ON
 from megatron.slipstream.graphs.bank import ChunkGraphs
 from megatron.slipstream.graphs.capture import EagerGraphs, Recorded, Work
 from megatron.slipstream.graphs.chunk import Chunk
-from megatron.slipstream.graphs.slot_memory import (
+from megatron.slipstream.graphs.slots import (
     MAX_SMALL_BYTES,
     Static,
     StaticInputs,

@@ -24,7 +24,7 @@ from megatron.slipstream.graphs.offload import (
     SlotOffloading,
     share_of_host_memory,
 )
-from megatron.slipstream.graphs.slot_memory import SlotMemory
+from megatron.slipstream.graphs.slots import SlotMemory
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 

@@ -32,7 +32,7 @@ from megatron.slipstream.graphs.capture import CudaGraphs, EagerGraphs, Tail
 from megatron.slipstream.graphs.chunk import Chunk
 from megatron.slipstream.graphs.chunks import NUM_TIMED_CAPTURES, SizeGraphs
 from megatron.slipstream.graphs.offload import PlannedPass, SlotOffloading
-from megatron.slipstream.graphs.slot_memory import SlotMemory
+from megatron.slipstream.graphs.slots import SlotMemory
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import Bandwidth
 

@@ -22,7 +22,7 @@ from toy_chunk import Training, equal
 
 from megatron.slipstream.graphs import slots
 from megatron.slipstream.graphs.capture import CudaGraphs, EagerGraphs, Tail
-from megatron.slipstream.graphs.slot_memory import SlotMemory
+from megatron.slipstream.graphs.slots import SlotMemory
 from megatron.slipstream.plan.edges import Edge
 
 COMPUTE, COPIES = "computation", "copies"

@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.graphs.capture import Tail
-from megatron.slipstream.graphs.slot_memory import SlotMemory
+from megatron.slipstream.graphs.slots import SlotMemory
 from megatron.slipstream.integration.graphs.layers import GraphedMixin
 from megatron.slipstream.integration.graphs.packed_layers import PackedLayers
 

@@ -36,7 +36,7 @@ from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.graphs.bank import CpSizes, together
 from megatron.slipstream.graphs.capture import Tail
-from megatron.slipstream.graphs.slot_memory import SlotMemory, Static, StaticInputs
+from megatron.slipstream.graphs.slots import SlotMemory, Static, StaticInputs
 from megatron.slipstream.graphs.static_arguments import (
     CapturedCall,
     StaticArguments,
