@@ -287,7 +287,7 @@ def _train_all(
 def _flags(run: Run, data: Path, iterations: int, on_gpu: bool) -> list[str]:
     flags = [*_SHARED_FLAGS, *_MODEL_FLAGS[run.model]]
     flags += ["--data-path", str(data), "--tokenizer-json", f"{data}-tokenizer.json"]
-    flags += ["--data-cache-path", str(run.folder / "indices"), "--progress", "auto"]
+    flags += ["--data-cache-path", str(run.folder / "indices")]
     flags += ["--megatron-output-path", "-"]
     flags += ["--train-iters", str(iterations), "--eval-interval", str(iterations)]
     flags += ["--run-record-path", str(run.file(".json"))]

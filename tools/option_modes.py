@@ -133,7 +133,6 @@ OF_TRAINING: dict[str, Row] = {
     "mlp_sequence_tiles": Row("auto", _NONE),
     "cuda_graph_granularity": Row("chunk", {**_NONE, **_in((*_LAYERS, Mode.MEGATRON), REFUSED)}),
     "tokenizer_json": Row("tokenizer.json", _NONE),
-    "progress": Row("off", _NONE),
     "megatron_output_path": Row("-", _NONE),
     "eval_before_training": Row(True, _NONE),
     "run_record_path": Row("record.json", _NONE),

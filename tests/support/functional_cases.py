@@ -266,7 +266,7 @@ def train(job: Job, offloads: bool, folder: Path, run_number: int = 1) -> Result
     # The commands of a case use the same Python.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     flags = command_line(arguments_of(job, offloads), environment)
-    flags += ["--run-record-path", str(record), "--progress", "off", "--megatron-output-path", "-"]
+    flags += ["--run-record-path", str(record), "--megatron-output-path", "-"]
     log = folder / f"log{run_number}.txt"
     script = ["bash", "-ec", f'{job.config.BEFORE_SCRIPT}\nexec "$@"', "bash"]
     with log.open("w") as stream:

@@ -441,11 +441,6 @@ class EntryOptions:
     """Tokenizer file written by tools/preprocess_text.py. Sets the vocabulary size and the
     end-of-document token; replaces --tokenizer-type and --vocab-size."""
 
-    progress: Literal["auto", "on", "off"] = "auto"
-    """Loss, time and offloaded bytes of an iteration on stderr: 'on' draws a progress bar; 'auto'
-    does so on a terminal and otherwise logs a line every --log-interval iterations; 'off' shows
-    neither."""
-
     megatron_output_path: str = "megatron-output.log"
     """File that megatron's own output is appended to: its arguments, warnings and a line per
     iteration with times. '-' prints it instead. Ranks are named as in '--offload-report-path'."""

@@ -115,8 +115,6 @@ TESTED_BY = {
     "cuda_graph_granularity": "integration/test_chunk_graph_options.py::"
     "test_figures_of_replays_are_those_of_the_iteration",
     "tokenizer_json": "integration/test_training_errors.py::test_training_with_a_tokenizer_file",
-    "progress": "integration/test_megatron_output.py::"
-    "test_a_training_of_twenty_iterations_shows_little",
     "megatron_output_path": "integration/test_megatron_output.py::test_a_dash_shows_it",
     "eval_before_training": "integration/test_training_errors.py::"
     "test_a_mistake_is_one_line_that_names_option_and_cure",

@@ -96,7 +96,7 @@ def test_a_run_writes_its_report_as_what_its_name_says(
 ) -> None:
     config = OffloadConfig(offload_report_path=str(tmp_path / name))
     engine = Engine(rank)
-    monitor = Monitor(num_iterations=1, iteration=lambda: 1, progress="none", record=False)
+    monitor = Monitor(num_iterations=1, iteration=lambda: 1, shows=False, record=False)
     RunFiles(config, rank, engine).write(monitor)
     both = engine.gather_report()
     written = {path.name: path.read_text() for path in tmp_path.iterdir()}

@@ -99,7 +99,7 @@ def _train(
     for chunk in chunks:
         fill_weights(chunk)
     data = batches_of(train) if train is not None else None
-    monitor = Monitor(num_iterations=1, iteration=lambda: 1, progress="none", record=False)
+    monitor = Monitor(num_iterations=1, iteration=lambda: 1, shows=False, record=False)
     results = get_forward_backward_func()(
         forward_step_func=partial(providers.forward_step, monitor=monitor),
         data_iterator=[batches_of(train) for _ in chunks] if case.vpp else data,
@@ -155,7 +155,7 @@ def _packed_and_alone(
     train, *_ = packed_sequences.datasets((8, 2, 0), base_config(corpus, cache=cache))
     (model,) = build_chunks(case_of(), make_config(case_of()))
     fill_weights(model)
-    monitor = Monitor(num_iterations=1, iteration=lambda: 1, progress="none", record=False)
+    monitor = Monitor(num_iterations=1, iteration=lambda: 1, shows=False, record=False)
     data = batches_of(train)
     found = []
     for number in range(4):

@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron.slipstream.integration.record.monitor import _progress_bar
 from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
 
@@ -55,7 +54,7 @@ def _of_demo() -> Progress:
 
 
 FIGURES = "loss 5.9012, 1234 ms, offloaded 12.3 MiB"
-BARS = {"command": bar_on_stderr, "training": lambda: _progress_bar(80), "demo": _of_demo}
+BARS = {"command": bar_on_stderr, "demo": _of_demo}
 
 
 @pytest.mark.parametrize("width", [47, 60, 80, 200])

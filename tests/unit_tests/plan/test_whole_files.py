@@ -32,7 +32,7 @@ RUN = make_run(make_trace(), 0, PolicyOptions())
 
 
 def save_record(path: Path) -> None:
-    Monitor(num_iterations=1, iteration=lambda: 1, progress="none", record=True).save(str(path))
+    Monitor(num_iterations=1, iteration=lambda: 1, shows=False, record=True).save(str(path))
 
 
 def plan_to(option: str) -> Callable[[Path], None]:

@@ -27,7 +27,7 @@ from megatron.slipstream.integration.entry.arguments import print_help
 from megatron.slipstream.integration.entry.log_setup import log_to_stderr
 from megatron.slipstream.integration.entry.megatron_output import MegatronOutput
 from megatron.slipstream.integration.entry.validation import parse_and_validate, refused_by_megatron
-from megatron.slipstream.integration.record.monitor import Monitor, progress_kind
+from megatron.slipstream.integration.record.monitor import Monitor
 from megatron.slipstream.integration.record.run_files import RunFiles
 from megatron.slipstream.integration.record.run_metadata import settings
 from megatron.slipstream.integration.seam import compat
@@ -202,7 +202,7 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
     monitor = Monitor(
         num_iterations=args.train_iters or 0,
         iteration=lambda: args.curr_iteration + 1,
-        progress=progress_kind(args.progress, rank() == launcher_number("WORLD_SIZE", 1) - 1),
+        shows=rank() == launcher_number("WORLD_SIZE", 1) - 1,
         record=args.run_record_path is not None,
         bytes_offloaded=None if manager is None else lambda: _bytes_offloaded(manager.report),
         evaluation_length=_evaluation_length(args),

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Progress display and record of a training run, from megatron's callbacks.
+"""Progress and record of a training run, from megatron's callbacks.
 
 In every schedule these are the forward step, the loss function and the function that finalises
 gradients after the last backward pass.
@@ -12,10 +12,9 @@ import contextlib
 import hashlib
 import json
 import logging
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from collections.abc import Callable, Iterable
+from typing import Any, Optional
 
 import torch
 
@@ -24,12 +23,8 @@ from megatron.slipstream.fine_grained_activation_offload.backends import make_ba
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.graphs.capture import graph_pool_bytes
 from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
-from megatron.slipstream.plan.progress_bar import columns
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.whole_files import write_whole
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +39,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     Args:
         num_iterations: Number of the run's last iteration.
         iteration: Returns the number of the current iteration, from 1; a resumed run starts higher.
-        progress: 'bar' draws a bar on stderr, 'lines' logs lines at intervals, 'none' neither.
-        log_interval: Number of iterations between two lines.
+        shows: Whether to log a line every ``log_interval`` iterations.
         record: Keep per-iteration figures for :meth:`save`. Costs a device synchronisation per
             iteration, and resets torch's peak memory statistics.
         bytes_offloaded: Returns the bytes copied to the host in the last complete iteration; None
@@ -62,7 +56,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self,
         num_iterations: int,
         iteration: Callable[[], int],
-        progress: Literal["bar", "lines", "none"],
+        shows: bool,
         record: bool,
         bytes_offloaded: Optional[Callable[[], int]] = None,
         evaluation_length: int = 0,
@@ -76,9 +70,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._iteration_now = iteration
         self._record = record
         self._bytes_offloaded = bytes_offloaded
-        self._shows = progress != "none"
+        self._shows = shows
         self._log_interval = max(log_interval, 1)
-        self._bar = _progress_bar(num_iterations) if progress == "bar" else None
         if backend is None or (backend.name == "cuda") != torch.cuda.is_available():
             # A backend that emulates a GPU does not count the memory of a real one.
             backend = make_backend("auto")
@@ -102,8 +95,6 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self.figures: dict[str, Any] = {"iterations": [], "evaluations": []}
 
     def __enter__(self) -> Monitor:
-        if self._bar is not None:
-            self._stack.enter_context(self._bar)
         if self._meter is not None:
             self._stack.enter_context(self._meter)
         return self
@@ -184,16 +175,14 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         moved = None if self._bytes_offloaded is None else self._bytes_offloaded()
         if self._record and moved is not None:
             self.figures["iterations"][-1]["bytes_offloaded"] = moved
-        if self._shows:
+        done, total = self._num_done, self._num_iterations
+        if self._shows and (done % self._log_interval == 0 or done == total):
             # Time of the whole iteration with its optimizer step, excluding any later evaluation.
             ms = 1e3 * ((self._ended_s or time.perf_counter()) - self._began_s)
-            self._show(_figures(self._loss, ms, moved))
-
-    def _show(self, figures: Sequence[str]) -> None:
-        done, total = self._num_done, self._num_iterations
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=done, figures="  ".join(figures))
-        elif done % self._log_interval == 0 or done == total:
+            figures = [] if self._loss is None else [f"loss {self._loss:.4f}"]
+            figures.append(f"{ms:.0f} ms")
+            if moved is not None:
+                figures.append(f"offloaded {format_bytes(moved)}")
             logger.info("iteration %d/%d: %s", done, total, ", ".join(figures))
 
     def _close_evaluation(self) -> None:
@@ -233,34 +222,6 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # H2
-
-
-def _progress_bar(total: int) -> Progress:
-    """Return a bar that shows iterations, loss and offloaded bytes on stderr."""
-    from rich import progress
-    from rich.console import Console
-
-    measures = (progress.MofNCompleteColumn, progress.TimeRemainingColumn)
-    shown = columns(*measures, has_figures=True)
-    bar = progress.Progress(*shown, console=Console(stderr=True))
-    bar.add_task("training", total=total, figures="")
-    return bar
-
-
-def _figures(loss: Optional[float], ms: float, bytes_offloaded: Optional[int]) -> list[str]:
-    """Format the figures of one iteration."""
-    figures = [] if loss is None else [f"loss {loss:.4f}"]
-    figures.append(f"{ms:.0f} ms")
-    if bytes_offloaded is not None:
-        figures.append(f"offloaded {format_bytes(bytes_offloaded)}")
-    return figures
-
-
-def progress_kind(choice: str, is_logging_rank: bool) -> Literal["bar", "lines", "none"]:
-    """Return how this rank shows progress for the option's value; only one rank shows any."""
-    if not is_logging_rank or choice == "off":
-        return "none"
-    return "bar" if choice == "on" or sys.stderr.isatty() else "lines"
 
 
 def _mean(losses: list[torch.Tensor]) -> Optional[float]:
