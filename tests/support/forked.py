@@ -22,7 +22,7 @@ from typing import Any, Optional
 
 import new_process
 import torch
-from ranks import import_megatron, make_cheap
+from ranks import import_megatron, import_training, make_cheap
 
 TAIL = 4000
 """Number of characters of a command's output that a timeout error shows."""
@@ -98,7 +98,7 @@ def _fork(
     added: Mapping[str, str],
     timeout_s: float,
 ) -> Done:
-    import_megatron()
+    (import_training if argv[0].endswith("pretrain_gpt.py") else import_megatron)()
     new_process.check_can_fork()
     with tempfile.TemporaryDirectory() as kept:
         paths = [Path(kept) / name for name in ("stdout", "stderr")]

@@ -88,6 +88,22 @@ def import_megatron() -> None:
     trace_rules.get_torch_obj_rule_map()
 
 
+def import_training() -> None:
+    """Import once what forked trainings need, such as transformers with Megatron's tokenizers."""
+    import_megatron()
+    import megatron.core.datasets.helpers
+    import megatron.core.models.mimo
+    import megatron.core.tokenizers.text
+
+    import megatron.slipstream.integration.entry.providers
+    import megatron.slipstream.integration.entry.training
+    import megatron.slipstream.integration.graphs.chunks
+    import megatron.slipstream.integration.install
+    import megatron.slipstream.patches.marks
+    import megatron.slipstream.patches.model_calls
+    import megatron.slipstream.plan.files  # noqa: F401
+
+
 def make_cheap() -> None:
     """Disable slow work in a forked process that does not change results.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from ranks import run_ranks
+from ranks import import_training, run_ranks
 
 
 class _NoMeter(contextlib.AbstractContextManager["_NoMeter"]):
@@ -51,8 +51,7 @@ def prepare_training() -> None:
     the help texts of its options from its own source."""
     from megatron.training import argument_utils, arguments
 
-    import megatron.slipstream.integration.entry.providers  # noqa: F401
-
+    import_training()
     factory = argument_utils.ArgumentGroupFactory
     read = getattr(factory, "_get_field_docstrings", None)
     if read is None or hasattr(read, "is_kept"):
