@@ -15,12 +15,12 @@ from megatron.slipstream.cli_plan.models import speed_for
 from megatron.slipstream.cli_plan.options import AIMS, SEARCH, flag_of
 from megatron.slipstream.cli_plan.sizes import MAX_BYTES
 from megatron.slipstream.estimate.file_errors import writing
-from megatron.slipstream.estimate.fit import HOST, STEP_TOKENS, Finder, Fit, Limits, Row
+from megatron.slipstream.estimate.fit import STEP_TOKENS, Finder, Fit, Row
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.model_state import host_state_bytes, state_bytes
 from megatron.slipstream.estimate.training_setup import Configured
-from megatron.slipstream.estimate.ways import BUDGET, BUILT_IN, FULL, WAYS
+from megatron.slipstream.estimate.ways import BUDGET, BUILT_IN, FULL, HOST, WAYS, Limits
 from megatron.slipstream.plan.progress_bar import bar_on_stderr
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.whole_files import write_whole

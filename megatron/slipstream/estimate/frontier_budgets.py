@@ -38,11 +38,10 @@ def sweep_budgets(
         The budgets that any choice keeps to, and a marker for each way that is compared.
     """
     size: int = getattr(finder.configured.shape, finder.searched)
-    endless = replace(finder, limits=replace(finder.limits, device_bytes=1 << 62))
-    rows = {way: endless.at(way, size) for way in WAYS}
+    model = finder.model(size)
+    rows = {way: Row.of(model.fixed(way)) for way in WAYS if way != BUDGET}
     off = rows[OFF]
-    assert off is not None  # Nothing is on the host, and the device is endless.
-    low = min(usage.parts.total for usage in endless.usages(BUDGET, size))
+    low = model.least().usage.parts.total
     high, state = off.usage.parts.total, off.usage.parts.state
     report = progress or (lambda done, total: None)
     points: list[FrontierPoint] = []
@@ -73,11 +72,9 @@ def _point(value: int, row: Row, compute_ms: float) -> FrontierPoint:
     )
 
 
-def _markers(rows: dict[str, Optional[Row]], compute_ms: float) -> Iterator[Marker]:
+def _markers(rows: dict[str, Row], compute_ms: float) -> Iterator[Marker]:
     for way, row in rows.items():
-        if row is not None and way != BUDGET:
-            percent = _percent(row, compute_ms)
-            yield Marker(way, row.usage.parts.total, row.step_ms, percent)
+        yield Marker(way, row.usage.parts.total, row.step_ms, _percent(row, compute_ms))
 
 
 def _percent(row: Row, compute_ms: float) -> float:

@@ -15,7 +15,10 @@ from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import ModelShape
-from megatron.slipstream.estimate.saved_tensors import is_input_norm_fused
+from megatron.slipstream.estimate.saved_tensors import (
+    is_input_norm_fused,
+    setting_with_tiles,
+)
 from megatron.slipstream.plan.settings import WHOLE, LayerSetting
 from megatron.slipstream.plan.trace import OUTPUT_LAYER
 
@@ -62,7 +65,7 @@ def layer_costs(
         setting: What backward recomputes of the layer; None for the shape's.
     """
     is_moe = shape.is_moe(layer)
-    setting = shape.setting_of(layer) if setting is None else setting
+    setting = setting_with_tiles(shape, layer, setting)
     attention, residual = _attention(shape), _residual(shape)
     feed_forward = _experts(shape) if is_moe else _mlp(shape)
     found = {
@@ -74,8 +77,13 @@ def layer_costs(
         "mlp_residual": residual,
     }
     again = dict.fromkeys(found, 1.0) if setting == WHOLE else _reruns(shape, is_moe, setting)
+    if shape.mlp_sequence_tiles:  # A tile runs again after its whole layer did.
+        again |= dict.fromkeys(TILED_PARTS & found.keys(), 2.0 if setting == WHOLE else 1.0)
     return {part: cost._replace(rerun_share=again.get(part, 0.0)) for part, cost in found.items()}
 
+
+TILED_PARTS = frozenset({"mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc1", "moe_act", "expert_fc2"})
+"""The parts of a layer that ``mlp_sequence_tiles`` computes tile by tile."""
 
 _EXPERTS = ("expert_fc1", "moe_act", "expert_fc2")
 _RERUN_PARTS: Mapping[str, tuple[str, ...]] = {
@@ -105,12 +113,15 @@ def _reruns(shape: ModelShape, is_moe: bool, setting: LayerSetting) -> dict[str,
 def head_costs(shape: ModelShape) -> dict[str, Cost]:
     """Return the costs of the final norm, output layer and loss, in forward order."""
     logits = shape.tokens * shape.vocab_size / shape.parallelism.tp
-    return {
+    found = {
         "final_norm": _norm(shape),
         OUTPUT_LAYER: Cost(2 * logits * shape.hidden_size, logits * shape.element_bytes),
         # Float32 logits are read and written a few times.
         "loss": Cost(0.0, logits * 4 * _LOSS_PASSES),
     }
+    # Tiles run again in backward.
+    factor = BACKWARD_PER_FORWARD + shape.loss_sequence_tiles
+    return {part: cost._replace(backward_factor=factor) for part, cost in found.items()}
 
 
 _LOSS_PASSES = 4

@@ -18,10 +18,21 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron.slipstream.estimate.gpus import Speed
-from megatron.slipstream.estimate.layer_costs import Cost, Phase, head_costs, layer_costs
+from megatron.slipstream.estimate.layer_costs import (
+    TILED_PARTS,
+    Cost,
+    Phase,
+    head_costs,
+    layer_costs,
+)
 from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
-from megatron.slipstream.estimate.saved_tensors import SavedTensor, saved_tensors
+from megatron.slipstream.estimate.saved_tensors import (
+    SavedTensor,
+    saved_tensors,
+    setting_with_tiles,
+)
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
+from megatron.slipstream.plan.tiles import Tiling, logits_bytes_per_token, mlp_bytes_per_token
 from megatron.slipstream.plan.trace import OUTPUT_LAYER
 
 HEAD = -1
@@ -115,7 +126,7 @@ class _Layer:
     def __init__(self, shape: ModelShape, layer: int, setting: LayerSetting) -> None:
         self._shape = shape
         self._layer = layer
-        self._setting = setting
+        self._setting = setting_with_tiles(shape, layer, setting)
         self._costs = layer_costs(shape, layer, setting)
         self._parts = tuple(self._costs)
         self._full = saved_tensors(shape, layer, NOTHING)
@@ -135,9 +146,8 @@ class _Layer:
             if place == 0 and saves_input and self._setting == WHOLE:
                 added = self._hidden
                 live.add("layer_input")
-            yield Stretch(
-                part, "forward", self._costs[part], added, added + self._beside(part, live)
-            )
+            peak = added + self._beside(part, live)
+            yield Stretch(part, "forward", self._costs[part], added, peak)
 
     def backward(self, ends_checkpoint: bool) -> Iterator[Stretch]:
         """Yield its backward, with the parts that run again, except for a whole layer.
@@ -160,7 +170,7 @@ class _Layer:
             freed += ends.get(part, 0)
             flow = self._flows[part]
             gradients = sum(flow.taken.values()) + sum(flow.given.values()) + flow.inside
-            peak = self._hidden + gradients
+            peak = self._hidden + self._tile_bytes(part, gradients)
             yield Stretch(part, "backward", self._costs[part], -freed, peak)
 
     def whole_rerun(self, has_input: bool, is_last: bool) -> Iterator[Stretch]:
@@ -199,7 +209,29 @@ class _Layer:
         flow = self._flows[part]
         names = {flow.stream: self._hidden, **flow.taken, **flow.given}
         added = 0 if flow.given else self._hidden
-        return added + sum(size for name, size in names.items() if name not in live)
+        added += sum(size for name, size in names.items() if name not in live)
+        return self._tile_bytes(part, added)
+
+    def _tile_bytes(self, part: str, whole_bytes: int) -> int:
+        """Return what a part takes beside saved tensors, given what it takes without tiles."""
+        return self._largest_tile_bytes if part in self._tiled else whole_bytes
+
+    @cached_property
+    def _tiled(self) -> frozenset[str]:
+        return TILED_PARTS if self._shape.mlp_sequence_tiles else frozenset()
+
+    @cached_property
+    def _largest_tile_bytes(self) -> int:
+        """A tile of an MLP or of experts, and all rows that go in and come out."""
+        shape, par = self._shape, self._shape.parallelism
+        rows, width = shape.tokens, shape.ffn_hidden_size // par.tp
+        if shape.experts is not None and shape.is_moe(self._layer):
+            rows, width = shape.expert_tokens, shape.experts.ffn_hidden_size // par.etp
+        size, gated = shape.element_bytes, shape.gated_linear_unit
+        each = mlp_bytes_per_token(
+            shape.hidden_size, width, size, gated, shape.bias_activation_fusion
+        )
+        return _tile_bytes(rows, each) + 2 * rows * shape.hidden_size * size
 
     @cached_property
     def _bytes(self) -> dict[str, int]:
@@ -235,7 +267,13 @@ class _Layer:
             alone = saved_tensors(self._shape, self._layer, frozenset({module}))
             left = {tensor.name for tensors in alone.values() for tensor in tensors}
             costs = layer_costs(self._shape, self._layer, frozenset({module}))
-            parts = [part for part in costs if costs[part].rerun_share and part not in done]
+            parts = [
+                part
+                for part in costs
+                if costs[part].rerun_share
+                and part not in done
+                and (part not in self._tiled or module in _WITH_TILES)
+            ]
             done.update(parts)
             missing = frozenset(self._bytes) - left - kept
             # The two norms are one module, but run again at different times.
@@ -246,7 +284,7 @@ class _Layer:
 
     def _section(self, module: str, parts: tuple[str, ...], missing: frozenset[str]) -> _Section:
         before, output = _BEFORE.get(module, parts[-1]), 0
-        if module in _CHECKPOINTS:
+        if module in _CHECKPOINTS and not self._tiled.issuperset(parts[-1:]):
             output = sum(self._flows[parts[-1]].given.values()) or self._hidden
         if module == "layernorm":
             name = {"attn_norm": "normed_input", "mlp_norm": "normed_attended"}[parts[0]]
@@ -259,6 +297,9 @@ _OUTERMOST_FIRST = (
     *("moe", "mlp", "layernorm", "shared_experts", "moe_act", "mla_up_proj", "core_attn"),
 )
 """Modules in an order in which what one runs again does not run again for a later one."""
+
+_WITH_TILES = ("moe", "mlp", "moe_act")
+"""The modules that run tiles again, for tiles of an MLP or experts."""
 
 _BEFORE = {"moe_act": "expert_fc2", "mla_up_proj": "core_attn"}
 """The part before whose backward a module runs again, if it is not the module's last."""
@@ -331,6 +372,12 @@ def _projection_flows(
     }
 
 
+def _tile_bytes(num_tokens: int, bytes_per_token: int) -> int:
+    tiling = Tiling.of("auto", bytes_per_token)
+    assert tiling is not None
+    return min(num_tokens, tiling.max_tokens or num_tokens) * bytes_per_token
+
+
 class _Head:
     """The final norm, the output layer and the loss.
 
@@ -351,18 +398,25 @@ class _Head:
         self._gradient_peak = 0 if is_te or shape.element_bytes == 4 else self._logits
         if shape.cross_entropy == "native":
             self._loss_peak += self._saved
+        self._tile = 0
+        if shape.loss_sequence_tiles:
+            self._logits = self._saved = self._loss_peak = self._gradient_peak = 0
+            width = shape.vocab_size // shape.parallelism.tp
+            each = logits_bytes_per_token(width, shape.element_bytes, shape.cross_entropy)
+            # Beside a tile: the gradient of the output layer's input.
+            self._tile = _tile_bytes(shape.tokens, each) + self._hidden
 
     def forward(self) -> Iterator[Stretch]:
         """Yield its forward."""
         yield self._stretch("final_norm", "forward", 2 * self._hidden, 2 * self._hidden)
-        yield self._stretch(OUTPUT_LAYER, "forward", self._logits, self._logits)
+        yield self._stretch(OUTPUT_LAYER, "forward", self._logits, self._logits + self._tile)
         yield self._stretch("loss", "forward", self._saved - self._logits, self._loss_peak)
 
     def backward(self) -> Iterator[Stretch]:
         """Yield its backward."""
         to_gradient = self._logits - self._saved
         yield self._stretch("loss", "backward", to_gradient, self._gradient_peak)
-        yield self._stretch(OUTPUT_LAYER, "backward", -self._logits, self._hidden)
+        yield self._stretch(OUTPUT_LAYER, "backward", -self._logits, self._hidden + self._tile)
         yield self._stretch("final_norm", "backward", -2 * self._hidden, 2 * self._hidden)
 
     def _stretch(self, part: str, phase: Phase, live_bytes: int, peak_bytes: int) -> Stretch:

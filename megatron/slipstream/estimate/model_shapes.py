@@ -181,6 +181,10 @@ class ModelShape:
     layers_per_checkpoint: int = 1
     """Layers that one checkpoint of whole layers recomputes (``recompute_num_layers`` of
     ``recompute_method='uniform'``); only the first layer of each saves its input."""
+    mlp_sequence_tiles: bool = False
+    """Whether MLPs and experts are computed by tiles (``'auto'``), each again in backward."""
+    loss_sequence_tiles: bool = False
+    """Whether the output layer and the loss are, too."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     parallelism: Parallelism = field(default_factory=Parallelism)
     layers_per_chunk: tuple[tuple[int, ...], ...] = ()

@@ -80,7 +80,7 @@ def saved_tensors(shape: ModelShape, layer: int, setting: Optional[LayerSetting]
     Returns:
         The tensors of each part that saves any, in forward order.
     """
-    setting = shape.setting_of(layer) if setting is None else setting
+    setting = setting_with_tiles(shape, layer, setting)
     maker = _Layer(shape.with_setting(setting), shape.is_moe(layer))
     if setting == WHOLE:
         return {CHECKPOINT_INPUTS: maker.layer_input()} if layer in shape.checkpoint_starts else {}
@@ -93,9 +93,10 @@ def marked_modules(
 ) -> tuple[str, ...]:
     """Return the parts of a layer that can be marked as groups, in layer order."""
     moe = shape.is_moe(layer)
-    recomputed = shape.setting_of(layer) if setting is None else setting
+    recomputed = setting_with_tiles(shape, layer, setting)
     if recomputed == WHOLE:
         return (CHECKPOINT_INPUTS,) if layer in shape.checkpoint_starts else ()
+    are_whole = not shape.mlp_sequence_tiles
     is_dense = not moe and "mlp" not in recomputed
     has_experts = moe and "moe" not in recomputed
     shared = shape.experts.shared_ffn_hidden_size if shape.experts else 0
@@ -105,11 +106,27 @@ def marked_modules(
         "mlp_norm": moe or not shape.uses_transformer_engine,
         **dict.fromkeys(("mlp_fc1", "mlp_act", "mlp_fc2"), is_dense),
         "shared_experts": has_experts and shared > 0 and "shared_experts" not in recomputed,
-        "expert_fc1": has_experts,
-        "moe_act": has_experts,
+        "expert_fc1": has_experts and are_whole,
+        "moe_act": has_experts and are_whole,
         "expert_fc2": has_experts and "moe_act" not in recomputed,
     }
     return tuple(name for name in MODULES if is_there.get(name, True))
+
+
+def setting_with_tiles(
+    shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None
+) -> LayerSetting:
+    """Return a layer's setting with what tiles of its MLP or experts recompute.
+
+    Args:
+        shape: The model.
+        layer: Index of the layer, from 0.
+        setting: The setting without tiles; None for the shape's.
+    """
+    setting = shape.setting_of(layer) if setting is None else setting
+    if setting == WHOLE or not shape.mlp_sequence_tiles:
+        return setting
+    return setting | {"moe_act" if shape.is_moe(layer) else "mlp"}
 
 
 def is_input_norm_fused(shape: ModelShape) -> bool:
@@ -320,6 +337,8 @@ class _Layer:
         """Return the tensors of the activation function and the routing-probability product."""
         shape = self._shape
         probabilities = self._tensor("routing_probabilities", rows)
+        if shape.mlp_sequence_tiles:  # What goes in is 'expert_input'.
+            return (probabilities,)
         tensors = self._activation("expert", rows, width)
         if shape.recomputes("moe_act"):
             return tensors[0], probabilities

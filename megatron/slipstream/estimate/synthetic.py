@@ -208,9 +208,9 @@ def recomputable_modules(shape: ModelShape, layer: int) -> tuple[str, ...]:
         "layernorm": experts is not None or not is_input_norm_fused(shape),
         "core_attn": True,
         "mla_up_proj": shape.latent_attention is not None,
-        "mlp": experts is None,
+        "mlp": experts is None and not shape.mlp_sequence_tiles,
         "moe": experts is not None,
-        "moe_act": experts is not None,
+        "moe_act": experts is not None and not shape.mlp_sequence_tiles,
         "shared_experts": experts is not None and experts.shared_ffn_hidden_size > 0,
     }
     return tuple(name for name, does in makes_sense.items() if does)

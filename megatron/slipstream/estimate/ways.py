@@ -1,159 +1,377 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Ways to train a model in less memory, and what a layer takes with each.
+"""Ways to train a model in less memory, and what an iteration takes with each.
 
-A way says what backward recomputes, what moves to the host, and whether feed-forward and logits are
-computed tile by tile. A layer's memory follows from its saved tensors: those that stay, those that
-move, and the most that is live while its backward runs.
+A way is a setting for each layer, what moves, and what is computed by tiles. Its memory and time
+are those of the planned trace that is composed from the layers' templates (:mod:`synthetic`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import Speed
-from megatron.slipstream.estimate.layer_costs import Cost, head_costs, layer_costs
-from megatron.slipstream.estimate.layer_passes import Stretch, backward_pass, forward_pass
-from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
-from megatron.slipstream.estimate.saved_tensors import (
-    CHECKPOINT_INPUTS,
-    MEGATRON_MODULES,
-    Saved,
-    marked_modules,
-    saved_tensors,
+from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.saved_tensors import marked_modules
+from megatron.slipstream.estimate.schedules import Pass, idle_ms
+from megatron.slipstream.estimate.synthetic import Workplan, recomputable_modules
+from megatron.slipstream.estimate.training_setup import Configured, usable_modules
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.assignments import Judge, Limits as RankLimits, shortest
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.choose import choose
+from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.plan.settings import (
+    NOTHING,
+    WHOLE,
+    Assignment,
+    LayerSetting,
+    describe_setting,
 )
-from megatron.slipstream.estimate.training_setup import usable_modules
-from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting, describe_setting
-from megatron.slipstream.plan.tiles import Tiling, logits_bytes_per_token, mlp_bytes_per_token
-
-_TILED_PARTS = frozenset({"mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc1", "moe_act", "expert_fc2"})
-"""The parts of a layer that ``mlp_sequence_tiles`` computes tile by tile."""
-
-_PROJECTED = "expert_projected"
-"""What experts save for the activation function to run again, and do not with tiles."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """What every layer of a kind recomputes, moves and tiles."""
-
-    setting: LayerSetting = NOTHING
-    modules: frozenset[str] = frozenset()
-    """The modules that move, with :data:`CHECKPOINT_INPUTS` the inputs of recomputed layers."""
-    is_tiled: bool = False
-    """Whether MLPs and experts are computed by tiles (``mlp_sequence_tiles='auto'``)."""
-
-    @property
-    def label(self) -> str:
-        """What it does in short, such as ``"mlp, offload all, tiles"``.
-
-        All modules are those of megatron-core and Slipstream's own.
-        """
-        has_own = self.modules - {CHECKPOINT_INPUTS, *MEGATRON_MODULES}
-        offload = [f"offload{' all' if has_own else ''}"] * bool(self.modules)
-        return ", ".join([describe_setting(self.setting), *offload, *["tiles"] * self.is_tiled])
-
-    def describe(self) -> str:
-        """Return what it does, as text."""
-        texts = []
-        if self.setting == WHOLE:
-            texts.append("whole layers recomputed")
-        elif self.setting:
-            texts.append(f"{' and '.join(sorted(self.setting))} recomputed")
-        if modules := self.modules - {CHECKPOINT_INPUTS}:
-            texts.append(f"{', '.join(sorted(modules))} offloaded")
-        if CHECKPOINT_INPUTS in self.modules:
-            texts.append("layers' inputs offloaded")
-        if self.is_tiled:
-            texts.append("MLPs in tiles")
-        return "; ".join(texts) or "everything kept on the device"
-
-
-@dataclass(frozen=True)
-class Mix:
-    """The ways of a rank's layers: some from the beginning of each chunk, and the others."""
-
-    first: Way
-    rest: Way
-    num_first: int = 0
-    """Layers of each chunk with ``first``."""
-    tiles_logits: bool = False
-
-    def ways(self, num_layers: int) -> list[Way]:
-        """Return the way of each layer of a chunk."""
-        num_first = min(self.num_first, num_layers)
-        return [self.first] * num_first + [self.rest] * (num_layers - num_first)
-
-    def describe(self, num_layers: int) -> str:
-        """Return what it does, as text, for chunks of this many layers."""
-        counts = self._counts(num_layers)
-        texts = [
-            way.describe()
-            if len(counts) == 1
-            else f"{count} layer{'s' if count > 1 else ''}: {way.describe()}"
-            for way, count in counts.items()
-        ]
-        return "; ".join(texts + ["logits in tiles"] * self.tiles_logits)
-
-    def label(self, num_layers: int) -> str:
-        """Return the same in short, such as ``"20 x (mlp, offload), 12 x (keep)"``."""
-        texts = [f"{count} x ({way.label})" for way, count in self._counts(num_layers).items()]
-        return ", ".join(texts + ["logits in tiles"] * self.tiles_logits)
-
-    @property
-    def tile_flags(self) -> tuple[str, ...]:
-        """Flags of a training that compute the same in tiles."""
-        is_tiled = self.first.is_tiled or self.rest.is_tiled
-        flags = {"--mlp-sequence-tiles": is_tiled, "--loss-sequence-tiles": self.tiles_logits}
-        return tuple(f"{flag} auto" for flag, is_set in flags.items() if is_set)
-
-    def _counts(self, num_layers: int) -> dict[Way, int]:
-        ways = self.ways(num_layers)
-        return {way: ways.count(way) for way in dict.fromkeys(ways)}
-
+from megatron.slipstream.plan.templates import ChunkPass, RankTemplates
+from megatron.slipstream.plan.trace import StepKind
+from megatron.slipstream.plan.walk import simulate
 
 OFF, SELECTIVE, FULL, BUILT_IN, BUDGET = WAYS = (
     *("off", "selective", "full", "built-in", "budget"),
 )
 """The ways that are compared: nothing recomputed or offloaded; selective recomputation; full
 recomputation of each layer; megatron-core's offload engine with all its modules and selective
-recomputation; and what :mod:`plan` chooses from all of them for a budget of memory."""
+recomputation; and what the planner chooses from all of them for a budget of memory."""
+
+HOST = "host"
+"""The wall that host memory is."""
 
 
-def mixes_of(name: str, shape: ModelShape, modules: Sequence[str]) -> list[Mix]:
-    """Return the mixes that a way may use, each with one way for all layers.
+class Parts(NamedTuple):
+    """Device memory at its peak by what holds it, in bytes."""
+
+    state: int = 0
+    """Weights, gradients and optimizer."""
+    layers: int = 0
+    """Saved by the layers of all passes in flight."""
+    backward: int = 0
+    """Beside these in a layer: what it recomputes, and gradients."""
+    logits: int = 0
+    """Beside these in the output layer and the loss."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+    @property
+    def largest(self) -> str:
+        """The name of the largest part that depends on the number of tokens."""
+        return max(self._fields[1:], key=lambda name: int(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a rank may use."""
+
+    device_bytes: int
+    host_bytes: Optional[int] = None
+    """None for no limit."""
+    state_bytes: Callable[[ModelShape, int], int] = lambda shape, rank: 0
+    """State of a pipeline rank."""
+
+
+class Usage(NamedTuple):
+    """Memory of the pipeline rank that takes the most, in one iteration."""
+
+    parts: Parts
+    """On the device at its peak."""
+    host_bytes: int
+    """The most that is on the host at once."""
+    moved_bytes: int
+    """Offloaded in an iteration, and reloaded."""
+
+    def exceeded(self, limits: Limits) -> str:
+        """Return what exceeds a limit; empty if it fits."""
+        if self.parts.state > limits.device_bytes:
+            return "state"
+        if self.parts.total > limits.device_bytes:
+            return self.parts.largest
+        is_over = limits.host_bytes is not None and self.host_bytes > limits.host_bytes
+        return HOST if is_over else ""
+
+
+class Tiles(NamedTuple):
+    """What all micro-batches compute by tiles of the sequence."""
+
+    mlp: bool = False
+    loss: bool = False
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Flags of a training that computes the same."""
+        flags = ("--mlp-sequence-tiles auto", "--loss-sequence-tiles auto")
+        return tuple(itertools.compress(flags, self))
+
+
+TILES = (Tiles(), Tiles(loss=True), Tiles(mlp=True), Tiles(True, True))
+
+
+_IN_HEAD = (StepKind.OUTPUT_END, StepKind.BACKWARD_START, StepKind.OUTPUT_BACKWARD_START)
+
+
+class PlannedRank(NamedTuple):
+    """The layers of a pipeline rank, and the plan of a few micro-batches after which it repeats."""
+
+    assignment: Assignment
+    plan: Plan
+    passes: tuple[ChunkPass, ...]
+    moved_bytes: int
+    """In a whole iteration."""
+    stall_ms: float
+    """For which a pass waits for copies, on average."""
+
+    def usage(self, state_bytes: int) -> Usage:
+        """Return the memory that it takes."""
+        device = self.plan.device_bytes
+        step = begin = device.index(max(device))
+        trace = self.plan.trace
+        while begin and trace.steps[begin].kind in _IN_HEAD:
+            begin -= 1
+        is_head = trace.steps[begin].kind is StepKind.OUTPUT_START
+        begin = begin if is_head else step
+        inside = trace.memory[step].peak_bytes - trace.memory[begin].allocated_bytes
+        parts = Parts(state_bytes, device[step] - inside - state_bytes)
+        parts = parts._replace(**{"logits" if is_head else "backward": inside})
+        return Usage(parts, self.plan.peak_host_bytes, self.moved_bytes)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration of a model with a way.
 
     Args:
-        name: One of :data:`WAYS`.
-        shape: The model.
-        modules: The modules that may move.
+        work: The model and its schedule; what its layers recompute does not matter.
+        ranks: The pipeline ranks that differ, by the first rank that is like each rank.
+        state_bytes: The state of each pipeline rank.
+        tiles: What is computed by tiles.
+        modules: The modules that move; empty if nothing does, or a planner decides.
     """
-    selective, marked = selective_setting(shape), frozenset(modules)
-    all_modules = marked
-    if set(modules) == set(usable_modules(shape)):
+
+    work: Workplan
+    ranks: Mapping[int, PlannedRank]
+    state_bytes: tuple[int, ...]
+    tiles: Tiles
+    modules: tuple[str, ...] = ()
+
+    @cached_property
+    def usage(self) -> Usage:
+        """Its memory."""
+        usages = [planned.usage(self.state_bytes[rank]) for rank, planned in self.ranks.items()]
+        highest = max(usages, key=lambda usage: usage.parts.total)
+        host, moved = (max(each) for each in list(zip(*usages, strict=True))[1:])
+        return Usage(highest.parts, host, moved)
+
+    @cached_property
+    def step_ms(self) -> float:
+        """Its time."""
+        schedules = self.work.schedules
+
+        def duration_ms(rank: int, item: Pass) -> float:
+            planned = self.ranks[max(first for first in self.ranks if first <= rank)]
+            chunk = planned.passes[item.vp_stage]
+            ms = chunk.forward_ms if item.direction == "F" else chunk.backward_ms
+            return ms + planned.stall_ms
+
+        waits = idle_ms(schedules, duration_ms)
+        return max(
+            sum(waits[rank]) + sum(duration_ms(rank, item) for item in schedule)
+            for rank, schedule in enumerate(schedules)
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second and GPU."""
+        shape, count = self.work.shape, self.work.num_micro_batches
+        tokens = shape.seq_length * shape.micro_batch_size * count * shape.parallelism.dp
+        return 1e3 * tokens / self.step_ms / shape.parallelism.num_gpus
+
+    def describe(self) -> str:
+        """Return what it recomputes, moves and tiles, as text."""
+        return "; ".join(self._texts(_long_text, ": ")) or "everything kept on the device"
+
+    @property
+    def label(self) -> str:
+        """The same in short."""
+        return ", ".join(self._texts(describe_setting, " x ")) or "keep"
+
+    def _texts(self, name: Callable[[LayerSetting], str], joint: str) -> Iterator[str]:
+        assignment = max(self.ranks.values(), key=lambda item: max(item.plan.device_bytes))[0]
+        counts = {setting: assignment.count(setting) for setting in dict.fromkeys(assignment)}
+        is_long = joint == ": "
+        for setting, count in counts.items():
+            layers = f" layer{'s' if count > 1 else ''}" if is_long else ""
+            if len(counts) > 1:
+                yield f"{count}{layers}{joint}{name(setting)}"
+            elif setting:
+                yield name(setting)
+        moved = self.usage.moved_bytes
+        if self.modules and moved:
+            yield f"{', '.join(sorted(self.modules))} offloaded"
+        elif moved:
+            yield f"{format_bytes(moved)} offloaded"
+        yield from itertools.compress(("MLPs in tiles", "logits in tiles"), self.tiles)
+
+
+def _long_text(setting: LayerSetting) -> str:
+    if setting == WHOLE:
+        return "whole layers recomputed"
+    return f"{' and '.join(sorted(setting))} recomputed" if setting else "nothing recomputed"
+
+
+@dataclass(frozen=True)
+class SizedModel:
+    """A model at one size, in all the ways to train it.
+
+    Args:
+        configured: The model and its schedule.
+        speed: Speed of the GPU.
+        state_bytes: The state of each pipeline rank.
+    """
+
+    configured: Configured
+    speed: Speed
+    state_bytes: tuple[int, ...]
+    _fixed: dict[str, Iteration] = field(default_factory=dict, compare=False)
+
+    def fixed(self, way: str) -> Iteration:
+        """Return an iteration with any way but :data:`BUDGET`."""
+        if way not in self._fixed:
+            shape = self.configured.shape
+            settings = {OFF: NOTHING, FULL: WHOLE}
+            setting = settings.get(way, selective_setting(shape))
+            modules = self._modules[0] if way == BUILT_IN else ()
+            # megatron-core reloads a module's group when that of the layer above is used.
+            policy = PolicyOptions(
+                activation_offload_fraction=float(way == BUILT_IN), prefetch_depth=len(modules)
+            )
+            work = self._work(Tiles(), setting, modules)
+            ranks = {
+                number: _planned(rank, _uniform(rank, setting), policy, by_count=True)
+                for number, rank in self._ranks(work, [setting]).items()
+            }
+            self._fixed[way] = Iteration(work, ranks, self.state_bytes, Tiles(), modules)
+        return self._fixed[way]
+
+    def has_budget(self, limits: Limits) -> bool:
+        """Return whether anything that a budget may choose is within the limits."""
+        return next(self._fixed_within(limits), None) is not None or any(
+            all(_estimated_ms(rank, limits, stops_early=True) for rank in self._ranks_of(tiles))
+            for tiles in reversed(TILES)
+        )
+
+    def within(self, limits: Limits) -> Optional[Iteration]:
+        """Return the fastest iteration that is found; None if none is within the limits.
+
+        The planner chooses with the tiles that seem best, and with others if these seem better than
+        what it found.
+        """
+        times = {
+            tiles: [_estimated_ms(rank, limits) for rank in self._ranks_of(tiles)]
+            for tiles in TILES
+        }
+        seem_ms = {tiles: max(each) for tiles, each in times.items() if all(each)}
+        found = list(self._fixed_within(limits))
+        for place, tiles in enumerate(sorted(seem_ms, key=lambda tiles: seem_ms[tiles])):
+            if place == 0 or seem_ms[tiles] < min(item.step_ms for item in found):
+                work, ranks = self._variants[tiles]
+                chosen = {number: _chosen(rank, limits) for number, rank in ranks.items()}
+                iteration = Iteration(work, chosen, self.state_bytes, tiles)
+                found += [] if iteration.usage.exceeded(limits) else [iteration]
+        return min(found, key=lambda item: item.step_ms, default=None)
+
+    def _fixed_within(self, limits: Limits) -> Iterator[Iteration]:
+        """Yield the other ways that are within the limits: what they do, a budget may do, too."""
+        for way in WAYS:
+            if way != BUDGET and not self.fixed(way).usage.exceeded(limits):
+                yield self.fixed(way)
+
+    def least(self) -> Iteration:
+        """Return the iteration that takes the least device memory, whatever the host's."""
+        nothing = RankLimits(0)
+
+        def peak_bytes(pair: tuple[RankTemplates, Assignment]) -> float:
+            rank, assignment = pair
+            return Judge(rank, nothing, refines=False).score(assignment).excess_bytes
+
+        found = []
+        policy = PolicyOptions(target_memory_bytes=1)
+        for tiles in TILES:
+            work, ranks = self._variants[tiles]
+            pairs = {
+                number: min(((rank, a) for a in _assignments(rank)), key=peak_bytes)
+                for number, rank in ranks.items()
+            }
+            planned = {number: _planned(*pair, policy) for number, pair in pairs.items()}
+            found.append(Iteration(work, planned, self.state_bytes, tiles))
+        return min(found, key=lambda item: item.usage.parts.total)
+
+    @cached_property
+    def _modules(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The modules that megatron-core's engine moves, and those that a budget may move."""
+        shape, given = self.configured.shape, self.configured.modules
+        if set(given) != set(usable_modules(shape)):
+            return given, given
         # By default megatron-core's engine moves the modules that it marks, a budget ours, too.
-        marked = frozenset(usable_modules(shape.with_setting(NOTHING)))
+        marked = usable_modules(shape.with_setting(NOTHING))
         layers = range(shape.num_layers)
-        all_modules = marked.union(*(marked_modules(shape, layer, NOTHING) for layer in layers))
-    inputs = frozenset({CHECKPOINT_INPUTS})
-    one_way = {
-        OFF: Way(),
-        SELECTIVE: Way(selective),
-        FULL: Way(WHOLE),
-        BUILT_IN: Way(selective, marked),
-    }
-    if name in one_way:
-        return [Mix(one_way[name], one_way[name])]
-    ways = [Way(), *(Way(NOTHING, moved) for moved in dict.fromkeys((marked, all_modules)))]
-    for is_tiled in (False, True):
-        ways += [
-            Way(setting, moving, is_tiled)
-            for setting, moved in ((selective, all_modules), (WHOLE, inputs))
-            for moving in (frozenset[str](), moved)
-        ]
-    return [Mix(way, way, tiles_logits=tiled) for way in ways for tiled in (False, True)]
+        more = itertools.chain(*(marked_modules(shape, layer, NOTHING) for layer in layers))
+        return marked, tuple(dict.fromkeys((*marked, *more)))
+
+    @cached_property
+    def _variants(self) -> dict[Tiles, tuple[Workplan, dict[int, RankTemplates]]]:
+        """The templates that the planner chooses from."""
+        works = {tiles: self._work(tiles, NOTHING, self._modules[1]) for tiles in TILES}
+        settings = (NOTHING, selective_setting(self.configured.shape), WHOLE)
+        return {
+            tiles: (work, {n: _coarse(rank) for n, rank in self._ranks(work, settings).items()})
+            for tiles, work in works.items()
+        }
+
+    def _ranks_of(self, tiles: Tiles) -> Iterable[RankTemplates]:
+        return self._variants[tiles][1].values()
+
+    def _work(self, tiles: Tiles, setting: LayerSetting, modules: tuple[str, ...]) -> Workplan:
+        shape = replace(
+            self.configured.shape.with_setting(setting),
+            layers_per_checkpoint=1,
+            mlp_sequence_tiles=tiles.mlp,
+            loss_sequence_tiles=tiles.loss,
+        )
+        count, min_numel = self.configured.num_micro_batches, self.configured.min_numel
+        return Workplan(shape, self.speed, modules, count, min_numel)
+
+    def _ranks(self, work: Workplan, asked: Iterable[LayerSetting]) -> dict[int, RankTemplates]:
+        """Return the templates of the first of all ranks that are alike: it holds the most.
+
+        Each kind of layers has the settings, without modules that are not in it.
+        """
+        shape = work.shape
+        found: dict[int, RankTemplates] = {}
+        last = None
+        for number in range(shape.parallelism.pp):
+            layers = [layer for chunk in shape.chunks_of(number) for layer in chunk.layers]
+            kinds = {shape.is_moe(layer): layer for layer in layers}
+            parts = [WHOLE.union(recomputable_modules(shape, layer)) for layer in kinds.values()]
+            settings = [setting & part for setting in asked for part in parts]
+            state = self.state_bytes[number]
+            rank = work.rank_templates(number, state, settings)
+            ends = [(chunk.kinds, chunk.is_first, bool(chunk.after)) for chunk in rank.chunks]
+            if (ends, state) != last:
+                found[number] = rank
+            last = ends, state
+        return found
 
 
 def selective_setting(shape: ModelShape) -> LayerSetting:
@@ -173,175 +391,72 @@ def selective_setting(shape: ModelShape) -> LayerSetting:
     return LayerSetting(names | {"layernorm"})
 
 
-class LayerUse(NamedTuple):
-    """What one layer takes for one micro-batch on one rank."""
-
-    held_bytes: int
-    """On the device from its forward until its backward."""
-    moved_bytes: int
-    """On the host instead."""
-    backward_bytes: int
-    """The most on the device during its backward: what it saved, what it recomputes, gradients."""
-    forward_ms: float
-    backward_ms: float
-
-
-def layer_use(
-    shape: ModelShape, layer: int, way: Way, speed: Speed, min_numel: int = 0
-) -> LayerUse:
-    """Return what a layer takes.
-
-    Args:
-        shape: The model; what it recomputes itself does not count.
-        layer: Index of the layer, from 0.
-        way: What is recomputed, moved and tiled.
-        speed: Speed of the GPU.
-        min_numel: Tensors with fewer elements do not move.
-    """
-    setting = _tiled_setting(shape, layer, way.setting) if way.is_tiled else way.setting
-    kept_setting = WHOLE if way.setting == WHOLE else setting
-    saved = saved_tensors(shape, layer, kept_setting)
-    kept = _bytes_by_name(saved)
-    if way.is_tiled:
-        kept.pop(_PROJECTED, None)
-    marked = set(marked_modules(shape, layer, kept_setting)) & way.modules
-    marked -= _TILED_PARTS if way.is_tiled else set()
-    moved = sum(_movable(saved, marked, min_numel).values())
-    # A layer is recomputed before its backward, so the next one's input returns during this one's.
-    returned = moved if way.setting == WHOLE else 0
-    costs = layer_costs(shape, layer, way.setting)
-    return LayerUse(
-        sum(kept.values()) - moved,
-        moved,
-        _backward_bytes(shape, layer, way, setting) + returned,
-        sum(cost.ms(speed, "forward") for cost in costs.values()),
-        _backward_ms(costs, way, speed),
-    )
-
-
-class HeadUse(NamedTuple):
-    """What the final norm, the output layer and the loss take."""
-
-    peak_bytes: int
-    forward_ms: float
-    backward_ms: float
-
-
-def head_use(shape: ModelShape, is_tiled: bool, speed: Speed) -> HeadUse:
-    """Return what the parts after the last layer take for one micro-batch.
-
-    Args:
-        shape: The model.
-        is_tiled: Whether they are computed by tiles (``loss_sequence_tiles='auto'``), and again in
-            backward.
-        speed: Speed of the GPU.
-    """
-    costs = head_costs(shape).values()
-    forward_ms = sum(cost.ms(speed, "forward") for cost in costs)
-    backward_ms = sum(cost.backward_ms(speed) for cost in costs)
-    if not is_tiled:
-        chunk = Chunk(0, 0, (), False, True)
-        stretches = [*forward_pass(shape, chunk), *backward_pass(shape, chunk)]
-        return HeadUse(_peak_bytes(stretches), forward_ms, backward_ms)
-    vocabulary = shape.vocab_size // shape.parallelism.tp
-    each = logits_bytes_per_token(vocabulary, shape.element_bytes, shape.cross_entropy)
-    # The input of the norm and of the output layer, and their gradients.
-    tile = _tile_bytes(shape.tokens, each) + 4 * _hidden_bytes(shape)
-    return HeadUse(tile, forward_ms, backward_ms + forward_ms)
-
-
-def _hidden_bytes(shape: ModelShape) -> int:
-    return shape.region_tokens * shape.hidden_size * shape.element_bytes
-
-
-def _tile_bytes(num_tokens: int, bytes_per_token: int) -> int:
-    tiling = Tiling.of("auto", bytes_per_token)
-    assert tiling is not None
-    return min(num_tokens, tiling.max_tokens or num_tokens) * bytes_per_token
-
-
-def _tiled_setting(shape: ModelShape, layer: int, setting: LayerSetting) -> LayerSetting:
-    """Return the setting that saves what a layer with tiles saves, of experts a little more."""
-    others = NOTHING if setting == WHOLE else setting
-    return others | {"moe_act" if shape.is_moe(layer) else "mlp"}
-
-
-def _bytes_by_name(saved: Saved) -> dict[str, int]:
-    return {tensor.name: tensor.nbytes for tensors in saved.values() for tensor in tensors}
-
-
-def _movable(saved: Saved, marked: set[str], min_numel: int) -> dict[str, int]:
-    """Return the storages that only marked parts save, unless small or held by others."""
-    stays = {
-        tensor.name
-        for part, tensors in saved.items()
-        for tensor in tensors
-        if part not in marked or tensor.kept_by or tensor.numel < min_numel
+def _uniform(rank: RankTemplates, setting: LayerSetting) -> Assignment:
+    """Return the assignment in which each layer has what it knows of a setting."""
+    known = {
+        kind: max((each for each in of_kind if each <= setting), key=len)
+        for kind, of_kind in rank.templates.items()
     }
-    return {name: size for name, size in _bytes_by_name(saved).items() if name not in stays}
+    return tuple(known[kind] for kind in rank.kinds)
 
 
-def _backward_ms(costs: Mapping[str, Cost], way: Way, speed: Speed) -> float:
-    """Return the time of backward; what is tiled runs again in it, after its whole layer did."""
-    total = 0.0
-    for part, cost in costs.items():
-        total += cost.backward_ms(speed)
-        if part in _TILED_PARTS and way.is_tiled and (way.setting == WHOLE or not cost.rerun_share):
-            total += cost.ms(speed, "forward")
-    return total
+def _assignments(rank: RankTemplates) -> list[Assignment]:
+    """Return the assignments in which all layers of a kind have the same setting."""
+    kinds = tuple(rank.templates)
+    chosen = itertools.product(*(rank.templates[kind] for kind in kinds))
+    by_kind = (dict(zip(kinds, settings, strict=True)) for settings in chosen)
+    return [tuple(setting_of[kind] for kind in rank.kinds) for setting_of in by_kind]
 
 
-def _backward_bytes(shape: ModelShape, layer: int, way: Way, setting: LayerSetting) -> int:
-    """Return the most that is live during a layer's backward, with what it saved.
+def _estimated_ms(rank: RankTemplates, limits: Limits, stops_early: bool = False) -> float:
+    """Return the time with the best setting for each kind of layers; 0 if none fits.
 
     Args:
-        shape: The model.
-        layer: Index of the layer.
-        way: What is recomputed and tiled.
-        setting: What a layer with tiles recomputes beside them; else the way's setting.
+        rank: The layers of a rank.
+        limits: What the rank may use.
+        stops_early: Whether any time will do.
     """
-    alone = replace(shape.with_setting(setting), layers_per_checkpoint=1)
-    chunk = Chunk(0, 0, (layer,), False, False)
-    forward = list(forward_pass(alone, chunk))
-    saved = sum(stretch.live_bytes for stretch in forward)
-    backward = list(backward_pass(alone, chunk))
-    if not way.is_tiled:
-        return saved + _peak_bytes(backward)
-    left_out = _bytes_by_name(saved_tensors(shape, layer, setting)).get(_PROJECTED, 0)
-    peak = saved - left_out + _peak_bytes(_with_tiles(alone, layer, backward, left_out))
-    # The whole layer's rerun leaves its output beside what a layer with tiles saves.
-    return peak + (_hidden_bytes(shape) if way.setting == WHOLE else 0)
+    judge = Judge(rank, RankLimits(limits.device_bytes, limits.host_bytes), refines=False)
+    best = 0.0
+    for assignment in reversed(_assignments(rank)):  # The most frugal one first.
+        score = judge.score(assignment)
+        if score.excess_bytes <= 0 and (not best or score.total_ms < best):
+            best = score.total_ms
+            if stops_early:
+                break
+    return best
 
 
-def _with_tiles(
-    shape: ModelShape, layer: int, stretches: list[Stretch], left_out: int
-) -> Iterator[Stretch]:
-    """Yield a backward whose tiled parts are one stretch, at the place of the last of them."""
-    size = shape.element_bytes
-    if shape.is_moe(layer):
-        assert shape.experts is not None
-        rows, width = shape.expert_tokens, shape.experts.ffn_hidden_size // shape.parallelism.etp
-    else:
-        rows, width = shape.tokens, shape.ffn_hidden_size // shape.parallelism.tp
-    each = mlp_bytes_per_token(
-        shape.hidden_size, width, size, shape.gated_linear_unit, shape.bias_activation_fusion
-    )
-    # Beside a tile: the gradients of all its rows' inputs and outputs, and of the residual stream.
-    beside = 2 * rows * shape.hidden_size * size + _hidden_bytes(shape)
-    places = [place for place, item in enumerate(stretches) if item.part in _TILED_PARTS]
-    freed = sum(stretches[place].live_bytes for place in places) + left_out
-    for place, stretch in enumerate(stretches):
-        if place == places[-1]:
-            peak = _tile_bytes(rows, each) + beside
-            yield stretch._replace(live_bytes=freed, peak_bytes=peak)
-        elif place not in places:
-            yield stretch
+def _coarse(rank: RankTemplates) -> RankTemplates:
+    """Make all that may move of a layer one group, as in a run with a budget."""
+    templates = {
+        kind: {setting: item.as_one_group() for setting, item in of_kind.items()}
+        for kind, of_kind in rank.templates.items()
+    }
+    return replace(rank, templates=templates)
 
 
-def _peak_bytes(stretches: Iterable[Stretch]) -> int:
-    """Return the most that stretches use above what was in use before the first."""
-    now = most = 0
-    for stretch in stretches:
-        most = max(most, now + stretch.peak_bytes)
-        now += stretch.live_bytes
-    return most
+def _planned(
+    rank: RankTemplates, assignment: Assignment, policy: PolicyOptions, by_count: bool = False
+) -> PlannedRank:
+    """Plan an assignment; memory is that of a plan that counts marks, if the engine does."""
+    short = replace(rank, schedule=shortest(rank.schedule))
+    trace = short.compose(assignment, marks_all=True)
+    found = _repeated(rank, assignment, build_plan(trace, policy))
+    if by_count and found.moved_bytes:
+        counted = build_plan(replace(trace, step_ms=()), policy)
+        return found._replace(plan=replace(counted, trace=trace))
+    return found
+
+
+def _chosen(rank: RankTemplates, limits: Limits) -> PlannedRank:
+    short = replace(rank, schedule=shortest(rank.schedule))
+    choice = choose(short, limits.device_bytes, limits.host_bytes)
+    return _repeated(rank, choice.assignment, choice.plan)
+
+
+def _repeated(rank: RankTemplates, assignment: Assignment, plan: Plan) -> PlannedRank:
+    num_passes = 2 * len({step.key.chunk_pass for step in plan.trace.steps})
+    stall_ms = max(0.0, simulate(plan).total_ms - sum(plan.trace.step_ms)) / num_passes
+    moved = round(plan.moved_nbytes * len(rank.schedule) / num_passes)
+    return PlannedRank(assignment, plan, rank.passes(assignment), moved, stall_ms)
