@@ -18,8 +18,12 @@ from functools import cached_property
 from typing import NamedTuple, Optional
 
 from megatron.slipstream.plan.actions import host_intervals
-from megatron.slipstream.plan.build import longest_intervals, storage_plans
-from megatron.slipstream.plan.candidates import keep_within_host_memory, peak_in_use_bytes
+from megatron.slipstream.plan.build import build_plan, longest_intervals, storage_plans
+from megatron.slipstream.plan.candidates import (
+    PolicyOptions,
+    keep_within_host_memory,
+    peak_in_use_bytes,
+)
 from megatron.slipstream.plan.lower_bounds import LowerBounds
 from megatron.slipstream.plan.model import IterationModel
 from megatron.slipstream.plan.search import Choice, choose_for_memory, fitting_groups
@@ -55,6 +59,17 @@ class Limits(NamedTuple):
     """Upper limit on the device peak."""
     host_bytes: Optional[int] = None
     """Upper limit on host memory in use at once; None for no limit."""
+    counting: Optional[PolicyOptions] = None
+    """Options of a plan without times, which must be within the limit on the device peak, too: an
+    assignment's first iteration follows it. None if there is no such iteration."""
+
+    def counted_bytes(self, trace: Trace) -> int:
+        """Return the device peak of the plan without times; 0 if there is none."""
+        if self.counting is None:
+            return 0
+        untimed = replace(trace, step_ms=(), bandwidth=None)
+        options = replace(self.counting, target_memory_bytes=None, max_overhead_percent=None)
+        return max(build_plan(untimed, options).device_bytes, default=0)
 
 
 class Score(NamedTuple):
@@ -174,6 +189,13 @@ class _Trial:
         self.model = IterationModel(trace)
         self.movable = fitting_groups(self.model, [group.key for group in trace.groups])
         self.bounds = LowerBounds(self.model, self.movable)
+        self._counted: Optional[int] = None
+
+    def counted_bytes(self, limits: Limits) -> int:
+        """Return :meth:`Limits.counted_bytes` of its trace."""
+        if self._counted is None:
+            self._counted = limits.counted_bytes(self.model.trace)
+        return self._counted
 
     def choice(self, movable: frozenset[GroupKey], target_bytes: int, max_steps: int) -> Choice:
         """Return what moves, of some groups."""
@@ -257,7 +279,7 @@ class Judge:
 
     def _score(self, assignment: Assignment, trial: _Trial, max_steps: int = 0) -> Score:
         """Plan an assignment; ``max_steps`` limits the work of improving on what moves."""
-        trace, target, limit = trial.model.trace, *self._limits
+        trace, (target, limit, _) = trial.model.trace, self._limits
         self.num_steps += len(trace.steps)
         choice = trial.choice(trial.movable, target, max_steps)
         if limit is not None:
@@ -272,7 +294,8 @@ class Judge:
         return self._score_of(assignment, trial, choice)
 
     def _score_of(self, assignment: Assignment, trial: _Trial, choice: Choice) -> Score:
-        excess_bytes = choice.timing.peak_bytes - self._limits.device_bytes
+        peak_bytes = max(choice.timing.peak_bytes, trial.counted_bytes(self._limits))
+        excess_bytes = peak_bytes - self._limits.device_bytes
         waits_ms = choice.cost_ms(trial.model) * self._scale
         return Score(max(0.0, excess_bytes), self.compute_ms(assignment) + waits_ms)
 

@@ -75,7 +75,10 @@ class BudgetChoice:
 
 
 def choose(
-    rank: RankTemplates, budget_bytes: int, host_limit_bytes: Optional[int] = None
+    rank: RankTemplates,
+    budget_bytes: int,
+    host_limit_bytes: Optional[int] = None,
+    counting: Optional[PolicyOptions] = None,
 ) -> BudgetChoice:
     """Choose the fastest assignment and plan whose device peak is within a budget.
 
@@ -83,6 +86,8 @@ def choose(
         rank: The templates of the rank's layers, and its schedule.
         budget_bytes: Upper limit on the device peak, including :attr:`RankTemplates.state_bytes`.
         host_limit_bytes: Upper limit on host memory in use at once; None for no limit.
+        counting: Options of the plan without times that the first iteration follows, which must be
+            within the budget, too; None if there is no such iteration.
 
     Returns:
         The choice; the one of the lowest peak found if none is within the budget.
@@ -92,7 +97,7 @@ def choose(
     """
     if rank.bandwidth is None:
         raise ValueError("the rank's bandwidth is None, so no copy can be timed; measure it")
-    limits = Limits(budget_bytes, host_limit_bytes)
+    limits = Limits(budget_bytes, host_limit_bytes, counting)
     rank = replace(rank, templates={k: _undominated(v) for k, v in rank.templates.items()})
     search = searched(rank, limits)
     best: Optional[BudgetChoice] = None
@@ -118,6 +123,7 @@ def _planned(rank: RankTemplates, assignment: Assignment, limits: Limits) -> Bud
     forwards = [chunks[item.vp_stage] for item in rank.schedule if item.direction == "F"]
     templates = list(itertools.chain.from_iterable(item.templates for item in forwards))
     trace = rank.compose(assignment, marks_all=True)
+    counted_bytes = limits.counted_bytes(trace)
     repeats = 1.0
     if len(trace.steps) > MAX_STEPS_PLANNED:
         first = shortest(rank.schedule)
@@ -128,7 +134,7 @@ def _planned(rank: RankTemplates, assignment: Assignment, limits: Limits) -> Bud
     )
     plan = build_plan(trace, options, MAX_STEPS_OF_CHANGES)
     waits_ms = simulate(plan).total_ms - sum(trace.step_ms)
-    peak_bytes = max(plan.device_bytes)
+    peak_bytes = max(counted_bytes, *plan.device_bytes)
     return BudgetChoice(
         assignment=assignment,
         plan=plan,

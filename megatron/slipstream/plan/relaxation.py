@@ -19,21 +19,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple, Optional
 
-from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.choose import choose
 from megatron.slipstream.plan.layer_visits import Boundary, LayerVisits, RankLayer
 from megatron.slipstream.plan.settings import Assignment, LayerSetting
-from megatron.slipstream.plan.templates import RankTemplates
 from megatron.slipstream.plan.trace import Bandwidth
 
 MARGIN = 0.01
 """Share of the activations that predictions leave."""
-MAX_TARGETS = 4
-"""The most targets of plans that are tried until an assignment's first iteration fits, too."""
 _ASSUMED = Bandwidth(50.0, 50.0, 40.0, 40.0)
 """The bandwidth of copies where it cannot be measured."""
 MAX_CHOICES = 2
@@ -255,27 +250,19 @@ class Relaxation:
 
     # The choice.
 
+    def target_bytes(self, limits: Limits) -> int:
+        """Return the limit for what is predicted: iterations need more than their traces show."""
+        margin = int(MARGIN * (limits.device_bytes - limits.resident_bytes))
+        return limits.device_bytes - margin - self._excess_bytes
+
     def choose(self, limits: Limits) -> Prediction:
         """Return the fastest assignment that is predicted to stay within the limit."""
         rank = self.visits.templates(limits.bandwidth or _ASSUMED, limits.base_bytes)
-        margin = int(MARGIN * (limits.device_bytes - limits.resident_bytes))
-        allowed = target = limits.device_bytes - margin - self._excess_bytes
-        for _ in range(MAX_TARGETS):
-            choice = choose(rank, target, limits.host_bytes)
-            first = self._peak_by_count(rank, choice.assignment)
-            if choice.fits and first <= allowed:
-                peak = max(choice.peak_bytes, first) + self._excess_bytes
-                return Prediction(choice.assignment, peak, choice.total_ms)
-            if not choice.fits:
-                break
-            target -= first - allowed
+        choice = choose(rank, self.target_bytes(limits), limits.host_bytes, self.options)
+        if choice.fits:
+            peak_bytes = choice.peak_bytes + self._excess_bytes
+            return Prediction(choice.assignment, peak_bytes, choice.total_ms)
         return Prediction(self.frugal, limits.resident_bytes + self._frugal_bytes, 0.0)
-
-    def _peak_by_count(self, rank: RankTemplates, assignment: Assignment) -> int:
-        """Return the predicted peak of the first iteration with an assignment."""
-        trace = replace(rank.compose(assignment), step_ms=(), bandwidth=None)
-        peaks = build_plan(trace, replace(self.options, target_memory_bytes=None)).peak_bytes()
-        return 0 if peaks is None else peaks[1]
 
 
 def _worth_trying(settings: Sequence[LayerSetting]) -> list[LayerSetting]:

@@ -17,13 +17,18 @@ from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.layer_visits import Boundary, LayerVisits, Place, RankLayer
 from megatron.slipstream.plan.relaxation import Limits, NothingFitsError, Relaxation, Stage
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
-from megatron.slipstream.plan.trace import Bandwidth
+from megatron.slipstream.plan.trace import Bandwidth, Trace
+from megatron.slipstream.plan.walk import simulate
 
 PARTS = [LayerSetting(parts) for parts in (("mlp", "layernorm"), ("mlp",), ("layernorm",))]
 SETTINGS = (WHOLE, *PARTS, NOTHING)
 LINK = Bandwidth(50.0, 50.0, 40.0, 40.0)
 RESIDENT = 10_000
 MAX_ITERATIONS = 12
+
+
+def limits_of(allowed: int) -> Limits:
+    return Limits(RESIDENT + allowed, RESIDENT, RESIDENT, LINK)
 
 
 @dataclass
@@ -58,19 +63,22 @@ class Machine:
             for index, setting in enumerate(relaxation.assignment)
         ]
 
+    def trace(self, relaxation: Relaxation) -> Trace:
+        """The trace of an iteration."""
+        visits = LayerVisits(self.layers)
+        visits.add(relaxation.assignment, self.run(relaxation)[0], self.movable(relaxation))
+        return visits.templates(LINK, RESIDENT).compose(relaxation.assignment)
+
     def peak(self, relaxation: Relaxation, allowed: int) -> int:
         """The peak of activations if everything moves by count at first, then by a plan."""
-        boundaries, peak = self.run(relaxation)
         if not self.movable_share:
-            return peak
-        visits = LayerVisits(self.layers)
-        visits.add(relaxation.assignment, boundaries, self.movable(relaxation))
-        trace = visits.templates(LINK, RESIDENT).compose(relaxation.assignment)
-        target: Optional[int] = RESIDENT + allowed
+            return self.run(relaxation)[1]
+        trace = self.trace(relaxation)
+        target: Optional[int] = relaxation.target_bytes(limits_of(allowed))
         if relaxation.stage in (Stage.FRUGAL, Stage.RECORDED):
             trace, target = replace(trace, step_ms=(), bandwidth=None), None
         plan = build_plan(trace, PolicyOptions(target_memory_bytes=target))
-        return max(plan.device_bytes) - RESIDENT
+        return max(plan.device_bytes) - RESIDENT + self.unseen
 
     def run(self, relaxation: Relaxation) -> tuple[list[Boundary], int]:
         """An iteration with nothing offloaded: its boundaries, and the peak of activations."""
@@ -141,7 +149,7 @@ def relax(machine: Machine, allowed: int, *later: int) -> tuple[Relaxation, list
         relaxation.note(boundaries, machine.movable(relaxation), needed[-1])
         if relaxation.predicted is not None and relaxation.stage is Stage.TIMED:
             allowed = next(following, allowed)
-        relaxation.advance(Limits(RESIDENT + allowed, RESIDENT, RESIDENT, LINK))
+        relaxation.advance(limits_of(allowed))
     return relaxation, needed
 
 
@@ -212,7 +220,7 @@ def test_the_numbers_of_another_rank_replace_those_measured() -> None:
         largest = [max(pair) for pair in zip(*(rank.numbers() for rank in ranks), strict=True)]
         for rank in ranks:
             rank.take(largest)
-            rank.advance(Limits(RESIDENT + allowed, RESIDENT, RESIDENT, LINK))
+            rank.advance(limits_of(allowed))
         assert ranks[0].assignment == ranks[1].assignment
 
 
@@ -290,3 +298,46 @@ def test_a_choice_fits_too_while_everything_moves_by_count() -> None:
     relaxation, needed = relax(machine, allowed)
     assert max([*needed, machine.peak(relaxation, allowed)]) <= allowed
     assert relaxation.assignment not in (relaxation.frugal, keeping.assignment)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize(("passes", "movable_share"), [("FB", 0.9), ("FFBFBB", 0.6)])
+def test_no_assignment_that_fits_by_count_too_is_faster(
+    passes: str, movable_share: float, share: float
+) -> None:
+    """``share``: of what the fastest assignment needs by count beyond the most frugal one."""
+    settings = (WHOLE, PARTS[1], NOTHING)
+    machine = dense(4, passes=passes, movable_share=movable_share)
+    machine.layers = [RankLayer("dense", 0, settings)] * 4
+    relaxation = Relaxation(machine.layers, PolicyOptions())
+    for setting in settings:
+        relaxation.assignment = (setting,) * 4
+        boundaries, _ = machine.run(relaxation)
+        relaxation.visits.add(relaxation.assignment, boundaries, machine.movable(relaxation))
+    rank = relaxation.visits.templates(LINK, RESIDENT)
+    traces = [rank.compose(settings) for settings in itertools.product(settings, repeat=4)]
+    untimed = [replace(trace, step_ms=(), bandwidth=None) for trace in traces]
+    by_count = [max(build_plan(trace, PolicyOptions()).device_bytes) for trace in untimed]
+    allowed = int(by_count[0] + share * (by_count[-1] - by_count[0])) - RESIDENT
+    target = relaxation.target_bytes(limits_of(allowed))
+    best_ms = float("inf")
+    for trace, peak_bytes in zip(traces, by_count, strict=True):
+        if peak_bytes <= target:
+            plan = build_plan(trace, PolicyOptions(target_memory_bytes=target))
+            if max(plan.device_bytes) <= target:
+                best_ms = min(best_ms, simulate(plan).total_ms)
+    chosen = relaxation.choose(limits_of(allowed))
+    assert chosen.peak_bytes <= target
+    assert 0 < chosen.ms <= best_ms * 1.002
+
+
+@pytest.mark.parametrize("allowed", [3340, 3400, 4180])
+def test_plans_leave_room_for_what_no_trace_shows(allowed: int) -> None:
+    """A plan for a target uses all of it, and the iteration needs more than its trace shows."""
+    machine = dense(6, movable_share=0.8, unseen=150)
+    relaxation, _ = relax(machine, allowed)
+    assert relaxation.stage is Stage.SETTLED
+    assert machine.peak(relaxation, allowed) <= allowed
+    trace = machine.trace(relaxation)
+    plan = build_plan(trace, PolicyOptions(target_memory_bytes=RESIDENT + allowed))
+    assert max(plan.device_bytes) - RESIDENT + machine.unseen > allowed

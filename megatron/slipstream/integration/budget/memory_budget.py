@@ -246,8 +246,10 @@ class MemoryBudget:
             relaxation.advance(agreed)
         except NothingFitsError as error:
             raise self._nothing_fits(error) from error
-        # The first iteration may have seen no gradients that stay, so its plan does not.
-        if before != (relaxation.assignment, False):
+        # The first iteration may have seen no gradients that stay, so its plan does not. The last
+        # one's plan may not know what the iteration has needed beyond it.
+        is_over = relaxation.activation_bytes > self._allowed_bytes
+        if before != (relaxation.assignment, False) or (relaxation.is_settled and is_over):
             self._follow(relaxation, limits)
         elif relaxation.is_settled:
             self._end(relaxation)
@@ -257,7 +259,7 @@ class MemoryBudget:
     def _follow(self, relaxation: Relaxation, limits: Limits) -> None:
         """Give the layers their assignment, and record the coming iteration."""
         self._limits = limits
-        self._engine.change_target(None if self._varies else limits.device_bytes)
+        self._engine.change_target(None if self._varies else relaxation.target_bytes(limits))
         layer_settings.apply(relaxation.assignment, self._chunks)
         if relaxation.is_settled:
             self._end(relaxation)
