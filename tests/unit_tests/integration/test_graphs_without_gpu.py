@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from forked import Done, run_module, run_script
+
+from megatron.slipstream.options.rules import check_rules
+from megatron.slipstream.options.training import MACHINE_RULES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -27,13 +30,6 @@ FLAGS = """
 OFFLOAD = ["--fine-grained-activation-offloading", "--offload-modules", "core_attn", "attn_proj"]
 TE = ["--cuda-graph-impl", "transformer_engine"]
 
-REFUSED = {
-    "transformer_engine": (TE, "cuda_graph_impl=transformer_engine"),
-    "transformer_engine, offloading": ([*OFFLOAD, *TE], "cuda_graph_impl=transformer_engine"),
-    "local": (["--cuda-graph-impl", "local"], "cuda_graph_impl=local"),
-    "by its older name": (["--enable-cuda-graph"], "enable_cuda_graph=True"),
-    "of the optimizer": (["--optimizer-cuda-graph"], "optimizer_cuda_graph=True"),
-}
 CHUNK = ["--cuda-graph-granularity", "chunk"]
 
 
@@ -41,38 +37,50 @@ def train(folder: Path, *flags: str) -> Done:
     return run_script(ROOT / "pretrain_gpt.py", *FLAGS, *flags, folder=folder)
 
 
-@pytest.fixture(scope="module")
-def trains(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bool]:
-    """Whether these flags train; the same flags are tried once."""
-
-    @functools.cache
-    def run(*flags: str) -> bool:
-        return train(tmp_path_factory.mktemp("trains"), *flags).returncode == 0
-
-    return run
-
-
 def examine(folder: Path, *flags: str) -> Done:
     words = ["doctor", "--no-bandwidth", "--", *FLAGS, *flags]
     return run_module("megatron.slipstream.cli", *words, folder=folder)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_graphs_are_refused_and_the_doctor_agrees(
-    name: str, trains: Callable[..., bool], tmp_path: Path
-) -> None:
-    flags, option = REFUSED[name]
-    message = f"{option} is not supported without a GPU because CUDA graphs are captured"
-    done = train(tmp_path, *flags)
+def test_graphs_are_refused_and_the_doctor_agrees(tmp_path: Path) -> None:
+    message = (
+        "cuda_graph_impl=transformer_engine is not supported without a GPU because CUDA graphs are "
+        "captured"
+    )
+    done = train(tmp_path, *OFFLOAD, *TE)
     assert done.returncode == 2, done.stderr
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert message in error
     assert "Traceback" not in done.stderr
-    done = examine(tmp_path, *flags)
+    done = examine(tmp_path, *OFFLOAD, *TE)
     assert done.returncode == 1
     assert message in " ".join(done.stdout.split())
-    without = [word for word in flags if word not in (*TE, "local", flags[-1])]
-    assert trains(*without), "what the message says helps"
+    assert train(tmp_path, *OFFLOAD).returncode == 0, "what the message says helps"
+
+
+@pytest.mark.parametrize(
+    "option, value, off",
+    [
+        ("cuda_graph_impl", "transformer_engine", "none"),
+        ("cuda_graph_impl", "local", "none"),
+        ("enable_cuda_graph", True, False),
+        ("external_cuda_graph", True, False),
+        ("optimizer_cuda_graph", True, False),
+    ],
+)
+def test_graphs_of_layers_and_of_the_optimizer_need_a_gpu(
+    option: str, value: Any, off: Any
+) -> None:
+    (rule,) = [rule for rule in MACHINE_RULES if rule.name == option]
+
+    def found(has_gpu: bool, value: Any) -> list[str]:
+        facts = SimpleNamespace(has_gpu=has_gpu, sequence_packing=None, **{option: value})
+        return [finding.text for finding in check_rules((rule,), facts)]
+
+    (message,) = found(False, value)
+    assert message.startswith(f"{option}={value} is not supported without a GPU because CUDA")
+    assert message.endswith(f"set {option}={off}, or leave it out")
+    assert found(True, value) == found(False, off) == []
 
 
 def test_graphs_of_chunks_are_imitated_and_said_to_be(tmp_path: Path) -> None:
