@@ -114,9 +114,10 @@ def test_pipelines(case: ModelCase, counts: Sequence[int]) -> None:
 )
 def test_offloading_inside_the_graphs(name: str) -> None:
     case, counts = PIPELINES[name]
-    case = dataclasses.replace(case, num_layers=8)  # the last layer of a chunk stays
+    # The last layer of a chunk stays.
+    case = dataclasses.replace(case, num_layers=4 * (case.vpp or 1))
     modules = DENSE_MODULES + MLP_MODULES if case.kind == "dense" else MOE_MODULES
-    for result in check(2, case, counts, None, modules, "cpu-lazy"):
+    for result in check(2, case, counts[:3], None, modules, "cpu-lazy"):
         assert len(result.moved_bytes) == (case.vpp or 1)
         assert min(result.moved_bytes) > 0
         assert result.host_bytes[0] > sum(result.moved_bytes)
@@ -127,7 +128,7 @@ def test_offloading_inside_the_graphs(name: str) -> None:
 
 def test_all_slots_together_keep_to_the_limit_of_host_memory() -> None:
     case = ModelCase("dense", pp=2, vpp=2, num_layers=12)
-    arguments = (case, (4, 4, 4), None, DENSE_MODULES, "cpu")
+    arguments = (case, (4, 4), None, DENSE_MODULES, "cpu")
     free = run_ranks(2, compare, *arguments)
     limit_bytes = max(rank.host_bytes[0] + rank.eager_host_bytes for rank in free) * 2 // 3
     for rank in run_ranks(2, compare, *arguments, limit_bytes):
@@ -170,14 +171,14 @@ def test_dropless_experts_of_two_ranks() -> None:
 @pytest.mark.parametrize("is_dropless", [False, True], ids=["", "dropless"])
 def test_offloading_inside_the_graphs_of_expert_parallel_ranks(is_dropless: bool) -> None:
     overrides = {} if is_dropless else DROP_AND_PAD
-    case = ModelCase("moe", ep=2, num_layers=8, sync_free_experts=is_dropless, overrides=overrides)
+    case = ModelCase("moe", ep=2, num_layers=3, sync_free_experts=is_dropless, overrides=overrides)
     for result in check(2, case, (2, 3, 1), None, MOE_MODULES, "cpu-lazy"):
         assert min(result.moved_bytes) > 0
 
 
 @pytest.mark.parametrize(
     "layout",
-    [{"ep": 2, "num_layers": 4}, {"pp": 2, "vpp": 2, "num_layers": 8}],
+    [{"ep": 2, "num_layers": 2}, {"pp": 2, "vpp": 2, "num_layers": 8}],
     ids=["EP2", "PP2 VPP2"],
 )
 def test_ranks_plan_from_the_times_of_their_own_replays(
@@ -186,7 +187,7 @@ def test_ranks_plan_from_the_times_of_their_own_replays(
     """Timed graphs exchange tokens too, so all ranks replay them equally often."""
     take_times_on_cpu(monkeypatch)
     case = ModelCase("moe", sync_free_experts=True, **layout)
-    for result in check(2, case, (2, 4, 2), None, MOE_MODULES, "cpu"):
+    for result in check(2, case, (2, 4), None, MOE_MODULES, "cpu"):
         assert result.num_timed == (case.vpp or 1) * NUM_TIMED_CAPTURES * (1 + NUM_TIMED)
         assert min(result.moved_bytes) > 0
 

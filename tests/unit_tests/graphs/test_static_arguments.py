@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional
 
 import pytest
 import torch
 
-from megatron.slipstream.graphs.static_arguments import FastMatch, StaticArguments
+from megatron.slipstream.graphs.static_arguments import CapturedCall, FastMatch, StaticArguments
 
 
 @dataclass
@@ -73,43 +74,6 @@ def test_a_data_class_is_made_without_running_its_code() -> None:
     assert not hasattr(call.unflatten(call.tensors)["packed"], "num_made")
 
 
-@pytest.mark.parametrize(
-    "changed, told",
-    [
-        ({"table": torch.ones(5, 2)}, r"table was float32 \[4x2\] on cpu and is float32 \[5x2\]"),
-        ({"table": torch.ones(4, 2).half()}, "table was float32 .* and is float16"),
-        ({"mask": torch.ones(1)}, "mask was None and is a tensor"),
-        ({"mask": 3}, "mask was None and is 3"),
-        ({"new": 1}, "new was None and is 1"),
-        (
-            {"packed": Packed(torch.arange(3), torch.arange(3), longest=9)},
-            r"packed was Packed\(.*longest=8.*\) and is Packed\(.*longest=9",
-        ),
-    ],
-)
-def test_what_a_graph_cannot_take_is_told(changed: dict[str, Any], told: str) -> None:
-    call = StaticArguments.flatten(arguments())
-    later = StaticArguments.flatten(arguments(**changed))
-    assert not call.matches(later)
-    (difference,) = call.differences(later)
-    assert re.search(told, difference)
-
-
-def test_one_tensor_where_two_were_is_told() -> None:
-    call = StaticArguments.flatten(arguments())
-    offsets = torch.arange(3)
-    later = StaticArguments.flatten(arguments(packed=Packed(offsets, offsets)))
-    assert not call.matches(later)
-    assert call.differences(later)
-
-
-def test_other_values_are_no_difference() -> None:
-    call = StaticArguments.flatten(arguments())
-    later = StaticArguments.flatten(arguments(table=torch.zeros(4, 2)))
-    assert call.matches(later)
-    assert call.differences(later) == []
-
-
 def flat_arguments(**changed: Any) -> dict[str, Any]:
     """Arguments without containers, as with packed sequences."""
     offsets = torch.arange(3)
@@ -117,17 +81,13 @@ def flat_arguments(**changed: Any) -> dict[str, Any]:
     return {"mask": None, "table": torch.ones(4, 2), "scale": 1, "packed": packed, **changed}
 
 
-def look_of(given: dict[str, Any]) -> FastMatch:
-    return FastMatch(StaticArguments.flatten(given))
+def captured(given: dict[str, Any]) -> CapturedCall:
+    return CapturedCall(StaticArguments.flatten(given))
 
 
-def test_a_quick_look_finds_the_tensors_of_a_call() -> None:
-    look = look_of(flat_arguments())
-    other = flat_arguments()
-    found = look.tensors(other)
-    assert found is not None
-    expected = StaticArguments.flatten(other).tensors
-    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in expected]
+def is_taken_apart(given: dict[str, Any], later: dict[str, Any]) -> bool:
+    """Whether a call has to be flattened to decide whether it matches."""
+    return FastMatch(StaticArguments.flatten(given)).tensors(later) is None
 
 
 @dataclass
@@ -135,58 +95,78 @@ class OtherPacked(Packed):
     pass
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"mask": torch.ones(1)},
-        {"scale": 2},
-        {"scale": torch.ones(())},
-        {"scale": 1.0},
-        {"table": torch.ones(4, 3)},
-        {"table": torch.ones(4, 2, dtype=torch.float64)},
-        {"table": torch.ones(4, 2, device="meta")},
-        {"table": None},
-        {"padded": torch.arange(3)},
-        {"fields": {"longest": 9}},
-        {"fields": {"group": object()}},
-        {"packed": OtherPacked(torch.arange(3), torch.arange(3))},
-        {"packed": None},
-        {"more": 1},
-    ],
-    ids=lambda changed: "+".join(changed),
-)
-def test_what_a_quick_look_does_not_know_is_taken_apart(changed: dict[str, Any]) -> None:
-    assert look_of(flat_arguments()).tensors(flat_arguments(**changed)) is None
-
-
-def test_a_quick_look_tells_one_tensor_from_two() -> None:
-    apart = flat_arguments(padded=torch.arange(3))
-    look = look_of(apart)
-    assert look.tensors(flat_arguments(padded=torch.arange(3))) is not None
-    assert look.tensors(flat_arguments()) is None
-    same = torch.arange(3)
-    assert look.tensors({**apart, "packed": Packed(same, same)}) is None
-
-
-def test_a_quick_look_misses_no_argument() -> None:
-    given = flat_arguments()
-    del given["mask"]
-    assert look_of(flat_arguments()).tensors(given) is None
-    given["other"] = None
-    assert look_of(flat_arguments()).tensors(given) is None
-
-
-def test_containers_are_taken_apart() -> None:
-    assert look_of(arguments()).tensors(arguments()) is None
-
-
 @dataclass
 class One:
     tensor: torch.Tensor
 
 
-def test_a_quick_look_into_a_data_class_of_one_field() -> None:
-    look = look_of({"one": One(torch.ones(2))})
-    other = torch.zeros(2)
-    found = look.tensors({"one": One(other)})
-    assert found[0] is other
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "mask is given": ({"mask": torch.ones(1)}, "mask was None and is a tensor"),
+    "mask": ({"mask": 3}, "mask was None and is 3"),
+    "scale": ({"scale": 2}, "scale was 1 and is 2"),
+    "scale is a tensor": ({"scale": torch.ones(())}, "scale was 1 and is a tensor"),
+    "length": (
+        {"table": torch.ones(5, 2)},
+        r"table was float32 \[4x2\] on cpu and is float32 \[5x2\]",
+    ),
+    "type": ({"table": torch.ones(4, 2).half()}, "table was float32 .* and is float16"),
+    "device": ({"table": torch.ones(4, 2, device="meta")}, "table was .* cpu and is .* on meta"),
+    "no table": ({"table": None}, "table was a tensor and is None"),
+    "two tensors": ({"padded": torch.arange(3)}, "padded=a tensor|different tensors were"),
+    "field": (
+        {"fields": {"longest": 9}},
+        r"packed was Packed\(.*longest=8.*\) and is Packed\(.*longest=9",
+    ),
+    "group": ({"fields": {"group": object()}}, "group=None.*group=<object"),
+    "kind": ({"packed": OtherPacked(torch.arange(3), torch.arange(3))}, "is OtherPacked"),
+    "no packing": ({"packed": None}, "packed was Packed.* and is None"),
+    "more": ({"more": 1}, "more was None and is 1"),
+}
+
+
+@pytest.mark.parametrize("changed, told", CHANGES.values(), ids=CHANGES)
+def test_what_a_graph_cannot_take_is_told(changed: dict[str, Any], told: str) -> None:
+    later = flat_arguments(**changed)
+    assert is_taken_apart(flat_arguments(), later)
+    call = captured(flat_arguments())
+    assert call.tensors_of(later) is None
+    assert re.search(told, "; ".join(call.differences(later)))
+
+
+def test_an_argument_that_is_missing_is_noticed() -> None:
+    given = flat_arguments()
+    del given["scale"]
+    assert captured(flat_arguments()).tensors_of(given) is None
+    given["other"] = None
+    assert captured(flat_arguments()).tensors_of(given) is None
+
+
+def test_one_tensor_where_two_were_is_told() -> None:
+    apart, same = flat_arguments(padded=torch.arange(3)), torch.arange(3)
+    call = captured(apart)
+    assert call.tensors_of(flat_arguments(padded=torch.arange(3))) is not None
+    for later in (flat_arguments(), {**apart, "packed": Packed(same, same)}):
+        assert call.tensors_of(later) is None
+        assert call.differences(later)
+
+
+@pytest.mark.parametrize(
+    "make, is_fast",
+    [
+        (flat_arguments, True),
+        (lambda: {"one": One(torch.ones(2))}, True),  # a data class of one field
+        (arguments, False),  # with containers
+    ],
+)
+def test_other_tensors_are_no_difference(make: Callable[[], dict[str, Any]], is_fast: bool) -> None:
+    given, later = make(), make()
+    found = captured(given).tensors_of(later)
+    assert found is not None
+    expected = StaticArguments.flatten(later).tensors
+    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in expected]
+    assert captured(given).differences(later) == []
+    assert is_taken_apart(given, later) is not is_fast
+
+
+def test_an_equal_value_of_another_type_is_taken_apart() -> None:
+    assert is_taken_apart(flat_arguments(), flat_arguments(scale=1.0))

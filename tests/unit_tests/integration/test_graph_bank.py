@@ -64,15 +64,10 @@ def on_two(case: ModelCase) -> Setting:
 CASES: dict[str, tuple[int, Setting, tuple[Any, ...]]] = {
     "dense": (4, on_four(ModelCase(**SMALL, overrides=DROPOUT)), ()),
     "MLA, layers recomputed": (2, on_two(ModelCase("mla", **SMALL, overrides=RECOMPUTED)), ()),
-    "experts on both ranks": (
+    "experts on both ranks, reduction overlapped": (
         2,
         on_two(ModelCase("moe", ep=2, **SMALL, overrides={**PER_TOKEN, **DROP_AND_PAD})),
-        (),
-    ),
-    "dropless experts": (
-        2,
-        on_two(ModelCase("moe", sync_free_experts=True, **SMALL, overrides=PER_TOKEN)),
-        (),
+        ({"overlap_grad_reduce": True},),
     ),
     "dropless experts on both ranks": (
         2,
@@ -84,11 +79,6 @@ CASES: dict[str, tuple[int, Setting, tuple[Any, ...]]] = {
         4,
         on_four(ModelCase("moe", ep=4, **dropless(2.0), **SMALL, overrides=DROPOUT)),
         (),
-    ),
-    "reduction overlapped": (
-        2,
-        on_two(ModelCase(**SMALL, overrides=PER_TOKEN)),
-        ({"overlap_grad_reduce": True},),
     ),
     "TP2": (4, on_two(ModelCase(tp=2, **SMALL, overrides=DROPOUT)), ()),
     "PP2 VPP2": (
@@ -133,9 +123,9 @@ def offloaded() -> list[Banked]:
 def test_ranks_plan_from_the_times_of_their_own_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays of a size that are timed wait for one another, as passes do."""
     take_times_on_cpu(monkeypatch)
-    layers = {**SMALL, "num_layers": 4}
+    layers = {**SMALL, "num_layers": 2}
     case = ModelCase("moe", ep=2, **dropless(2.0), **layers, overrides=PER_TOKEN)
-    steps = every_order((1, 2), 3)
+    steps = every_order((1, 2), 2)
     for found in run_ranks(2, compare_bank, on_two(case), steps, None, MOE_MODULES, "cpu"):
         assert found.difference is None
         assert found.num_other == 0
@@ -151,7 +141,7 @@ def test_activations_move_inside_the_graphs_of_every_size() -> None:
 
 
 def test_activations_of_dropless_experts_move_inside_the_graphs_of_every_size() -> None:
-    options = {**SMALL, "num_layers": 3}  # the last layer stays
+    options = {**SMALL, "num_layers": 2}  # the last layer stays
     setting = on_two(ModelCase("moe", ep=2, **dropless(1.8), **options, overrides=PER_TOKEN))
     steps = every_order((1, 2), 3)
     modules = ("core_attn", "expert_fc1", "moe_act")
