@@ -2,7 +2,7 @@
 
 """What each option does in each way to train.
 
-docs/user-guide/options.md has this table, and tests/unit_tests/config/test_option_modes.py checks
+docs/user-guide/options.md has this table, and tests/unit_tests/options/test_option_modes.py checks
 every cell against the rules of the package. A new option needs a row.
 """
 

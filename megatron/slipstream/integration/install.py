@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
@@ -43,6 +42,7 @@ from megatron.slipstream.launcher import rank
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.budget import BUDGET_RULES
 from megatron.slipstream.options.config_file import config_from_environment, log_settings
+from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.fields import OffloadConfig, check_is_config
 from megatron.slipstream.options.model import (
     CHECKPOINT_RULES,
@@ -150,7 +150,7 @@ def _prepare_chunk(
     find_engine: Callable[[], model_router.RoutedManager],
 ) -> list[Callable[[], None]]:
     """Prepare a model chunk before it runs; return functions that undo it."""
-    facts = SimpleNamespace(**{**vars(chunk.config), **vars(config), **vars(tiles_of(chunk))})
+    facts = Facts(chunk.config, config, tiles_of(chunk), has_gpu=torch.cuda.is_available())
     require(check_rules(BUDGET_RULES, facts))
     undo = module_groups.mark_modules(chunk)
     if config.offload_checkpoint_inputs:
@@ -158,7 +158,7 @@ def _prepare_chunk(
         warn_once(check_rules(CHECKPOINT_RULES, facts))
     if not moves_in_layer_graphs(chunk.config):
         return undo
-    warn_once(check_options_in_graphs(facts, torch.cuda.is_available()))
+    warn_once(check_options_in_graphs(facts))
     from megatron.slipstream.integration.graphs.layers import offload_in_graphs
     from megatron.slipstream.integration.graphs.packed_layers import take_packed_sequences
 

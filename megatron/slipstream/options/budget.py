@@ -4,34 +4,26 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
+from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.model import MODULE_NAMES, MOE_MODULE_NAMES
-from megatron.slipstream.options.modules import check_own_modules
-from megatron.slipstream.options.rules import Rule, option_rule
-from megatron.slipstream.options.tiles import check_tiles
+from megatron.slipstream.options.modules import OWN_MODULE_RULES
+from megatron.slipstream.options.rules import Rule, check_rules, option_rule
+from megatron.slipstream.options.tiles import TILE_RULES
 
 
-def has_budget(facts: Any) -> bool:
-    """Whether the options have a budget that this engine follows.
-
-    Args:
-        facts: Has the options of ``OffloadConfig`` and of the model, by name.
-    """
-    is_own = vars(facts).get("offload_engine", "slipstream") == "slipstream"
-    return is_own and facts.activation_memory_budget is not None
+def has_budget(options: Any) -> bool:
+    """Whether the options, facts or arguments, have a budget that this engine follows."""
+    facts = Facts.of(options)
+    return facts.offload_engine == "slipstream" and facts.activation_memory_budget is not None
 
 
-def _is_off(option: str, *off: Any) -> Any:
-    return lambda facts: vars(facts).get(option) in (None, False, *off)
-
-
-def _budget_rule(requires: Any, where: str, because: str, cure: str) -> Rule:
+def _budget_rule(option: str, off: tuple[Any, ...], where: str, because: str, cure: str) -> Rule:
     return option_rule(
         "activation_memory_budget",
         has_budget,
-        requires,
+        lambda facts: getattr(facts, option) in (None, False, *off),
         f"activation_memory_budget={{activation_memory_budget}} is not supported with {where} "
         f"because {because}",
         f"{cure}, or leave activation_memory_budget out",
@@ -40,34 +32,37 @@ def _budget_rule(requires: Any, where: str, because: str, cure: str) -> Rule:
 
 BUDGET_RULES: tuple[Rule, ...] = (
     _budget_rule(
-        lambda facts: facts.recompute_granularity != "full",
+        "recompute_granularity",
+        ("selective",),
         "recompute_granularity='full'",
         "the budget decides which layers are recomputed as a whole",
         "leave recompute_granularity out",
     ),
     _budget_rule(
-        _is_off("cuda_graph_impl", "none"),
+        "cuda_graph_impl",
+        ("none",),
         "cuda_graph_impl other than 'none'",
         "a captured layer keeps what it recomputes, and one that is recomputed as a whole cannot "
         "be captured",
         "set cuda_graph_impl='none'",
     ),
     _budget_rule(
-        _is_off("cuda_graph_granularity", "layer"),
+        "cuda_graph_granularity",
+        ("layer",),
         "cuda_graph_granularity='chunk'",
         "a captured chunk keeps what its layers recompute, and is captured before the budget has "
         "settled that",
         "set cuda_graph_granularity='layer'",
     ),
     _budget_rule(
-        _is_off("overlap_moe_expert_parallel_comm"),
+        "overlap_moe_expert_parallel_comm",
+        (),
         "overlap_moe_expert_parallel_comm=True",
         "layers then run node by node, and none can be recomputed as a whole",
         "leave overlap_moe_expert_parallel_comm out",
     ),
 )
-"""Requirements on ``activation_memory_budget`` and a model together; the checked object has the
-options of both."""
+"""Requirements on ``activation_memory_budget`` and a model together."""
 
 
 def complete_arguments(args: Any) -> None:
@@ -84,14 +79,13 @@ def complete_arguments(args: Any) -> None:
 
 def modules_that_can_move(args: Any) -> list[str]:
     """Return the names for ``offload_modules`` that the model of these arguments has."""
-    facts = {**vars(args), "num_moe_experts": args.num_experts}
-    absent = set() if facts.get("use_transformer_engine_op_fuser") else {"fused_group_mlp"}
-    if not args.num_experts:
+    facts = Facts.of(args)
+    absent = set() if facts.use_transformer_engine_op_fuser else {"fused_group_mlp"}
+    if not facts.num_experts:
         absent |= MOE_MODULE_NAMES
     return [name for name in MODULE_NAMES if name not in absent and _can_move(name, facts)]
 
 
-def _can_move(name: str, facts: dict[str, Any]) -> bool:
-    given = SimpleNamespace(**{**facts, "offload_modules": [name]})
-    found = [*check_own_modules(given), *check_tiles(given)]
-    return not any(finding.rule == "offload_modules" for finding in found)
+def _can_move(name: str, facts: Facts) -> bool:
+    findings = check_rules((*OWN_MODULE_RULES, *TILE_RULES), facts, offload_modules=[name])
+    return not any(finding.rule == "offload_modules" for finding in findings)

@@ -4,44 +4,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from megatron.slipstream.options.rules import (
-    Finding,
-    Rule,
-    check_rules,
-    facts_of,
-    is_one_of,
-    option_rule,
-    unsupported,
-)
-
-_DEFAULTS: dict[str, Any] = {
-    "cuda_graph_granularity": "layer",
-    "cuda_graph_impl": "none",
-    "cuda_graph_modules": (),
-    "cuda_graph_warmup_steps": 3,
-    "fp8_recipe": "delayed",
-    "moe_token_dispatcher_type": "allgather",
-    "moe_flex_dispatcher_backend": "deepep",
-    "apply_rope_fusion": True,
-    "offload_engine": "slipstream",
-    "has_gpu": True,
-}
-"""Defaults of options that rules read; others are None. Not every release has every option."""
-
+from megatron.slipstream.options.rules import Condition, Rule, option_rule, unsupported
 
 _STATELESS_RECIPES = ("tensorwise", "blockwise", "mxfp8")
 """FP8 recipes that scale a tensor by its own values only."""
-
-_OTHER_NAMES = {
-    "fp8_param": "fp8_param_gather",
-    "te_precision_config_file": "quant_recipe",
-    "kitchen_config_file": "quant_recipe",
-    "kitchen_recipe_number": "quant_recipe",
-}
-"""Flags by their name in megatron-core's configuration and vice versa, and their rules' names."""
 
 
 def _is_chunk(facts: Any) -> bool:
@@ -49,7 +17,8 @@ def _is_chunk(facts: Any) -> bool:
 
 
 _CHUNK = "with cuda_graph_granularity=chunk"
-_unsupported = partial(unsupported, _CHUNK, _is_chunk)
+_unsupported = Condition(_CHUNK, _is_chunk)
+_unsupported_in_fp8 = Condition(_CHUNK, lambda f: _is_chunk(f) and f.fp8)
 
 
 def _drops_and_pads(facts: Any) -> bool:
@@ -64,10 +33,6 @@ def _has_rank_capacity(facts: Any) -> bool:
         and facts.moe_flex_dispatcher_backend == "hybridep"
         and facts.moe_expert_rank_capacity_factor is not None
     )
-
-
-def _is_in_fp8(facts: Any) -> bool:
-    return _is_chunk(facts) and bool(facts.fp8)
 
 
 def _recomputes_dropout(facts: Any) -> bool:
@@ -87,13 +52,9 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "cuda_graph_impl",
         "Slipstream captures chunks itself, instead of megatron-core's graphs",
         "leave it out",
-        is_one_of("cuda_graph_impl", ("none",)),
+        ("none",),
     ),
-    _unsupported(
-        "cuda_graph_modules",
-        "a chunk is captured as a whole",
-        "leave it out",
-    ),
+    _unsupported("cuda_graph_modules", "a chunk is captured as a whole"),
     _unsupported(
         "cuda_graph_warmup_steps",
         "shapes are learned from an iteration without graphs",
@@ -122,11 +83,7 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "random numbers again",
         "set the dropout to 0, or recompute modules without it",
     ),
-    _unsupported(
-        "moe_input_jitter_eps",
-        "its noise is generated on the host in every call",
-        "leave it out",
-    ),
+    _unsupported("moe_input_jitter_eps", "its noise is generated on the host in every call"),
     _unsupported(
         "moe_expert_rank_capacity_factor",
         "Slipstream does not yet know when the dispatcher's memory is ready to be captured",
@@ -136,17 +93,14 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "moe_paged_stash",
         "it follows the order of all layers and micro-batches of an iteration, and a graph has "
         "those of one micro-batch",
-        "leave it out",
     ),
     _unsupported(
         "overlap_moe_expert_parallel_comm",
         "its schedule interleaves the layers of two micro-batches and never runs a whole chunk",
-        "leave it out",
     ),
     _unsupported(
         "delay_wgrad_compute",
         "the weight gradients would be computed outside of the chunk's backward",
-        "leave it out",
     ),
     unsupported(
         _CHUNK,
@@ -156,35 +110,21 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "set offload_engine=slipstream",
         lambda f: f.offload_engine == "slipstream",
     ),
-    _unsupported(
-        "cpu_offloading_num_layers",
-        "its copies are issued by the host, layer by layer",
-        "leave it out",
-    ),
-    unsupported(
-        _CHUNK,
-        _is_in_fp8,
+    _unsupported("cpu_offloading_num_layers", "its copies are issued by the host, layer by layer"),
+    _unsupported_in_fp8(
         "fp8_recipe",
         "it may scale tensors by values of earlier passes, and the host computes those scales "
         "between passes",
         "set fp8_recipe=tensorwise or blockwise (mxfp8 on Blackwell)",
-        is_one_of("fp8_recipe", _STATELESS_RECIPES),
+        _STATELESS_RECIPES,
     ),
-    *(
-        unsupported(
-            _CHUNK,
-            _is_in_fp8,
-            option,
-            "Transformer Engine scales some tensors of attention by what the passes before had in "
-            "them",
-            "leave it out",
-        )
-        for option in ("fp8_dot_product_attention", "fp8_multi_head_attention")
+    *_unsupported_in_fp8.each(
+        "fp8_dot_product_attention fp8_multi_head_attention",
+        "Transformer Engine scales some tensors of attention by what the passes before had in them",
     ),
     _unsupported(
         "fp8_param_gather",
         "a parameter in FP8 is a tensor of several parts without fixed addresses",
-        "leave it out",
     ),
     option_rule(
         "quant_recipe",
@@ -203,33 +143,15 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
     _unsupported(
         "use_transformer_engine_op_fuser",
         "its modules keep references to parameters that are replaced during the capture",
-        "leave it out",
     ),
-    _unsupported(
-        "use_megatron_fsdp",
+    *_unsupported.each(
+        "use_megatron_fsdp use_torch_fsdp2",
         "parameters have no fixed addresses",
         "use distributed data parallelism (use_distributed_optimizer)",
     ),
-    _unsupported(
-        "use_torch_fsdp2",
-        "parameters have no fixed addresses",
-        "use distributed data parallelism (use_distributed_optimizer)",
-    ),
-    _unsupported(
-        "tp_comm_overlap",
-        "all micro-batches in flight share its user buffers",
-        "leave it out",
-    ),
-    _unsupported(
-        "hybrid_layer_pattern",
-        "only blocks of transformer layers are captured",
-        "leave it out",
-    ),
-    _unsupported(
-        "hybrid_context_parallel",
-        "each micro-batch has another context-parallel group",
-        "leave it out",
-    ),
+    _unsupported("tp_comm_overlap", "all micro-batches in flight share its user buffers"),
+    _unsupported("hybrid_layer_pattern", "only blocks of transformer layers are captured"),
+    _unsupported("hybrid_context_parallel", "each micro-batch has another context-parallel group"),
     _unsupported(
         "variable_seq_lengths",
         "a graph has one shape",
@@ -244,28 +166,4 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         lambda f: f.apply_rope_fusion,
     ),
 )
-"""Requirements on :class:`ChunkGraphOptions` and on megatron's options (duck-typed: an args
-namespace)."""
-
-
-def check_chunk_graphs(args: Any, has_gpu: bool) -> list[Finding]:
-    """Check the arguments of chunk graphs.
-
-    Args:
-        args: An object with megatron's option names and ours as attributes.
-        has_gpu: Whether there is a GPU; otherwise graphs run eagerly.
-    """
-    others = (
-        *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "sequence_packing"),
-        *("fine_grained_activation_offloading", "hidden_dropout", "attention_dropout"),
-        *("recompute_modules", "fp8", "moe_sync_free_experts"),
-    )
-    facts = facts_of(args, CHUNK_GRAPH_RULES, others, _DEFAULTS)
-    for name, name_of_rule in _OTHER_NAMES.items():
-        value = getattr(args, name, None)
-        if value is not None and value is not False:
-            setattr(facts, name_of_rule, value)
-    # In a configuration this option may be a member of an enum.
-    facts.fp8_recipe = getattr(facts.fp8_recipe, "value", facts.fp8_recipe)
-    facts.has_gpu = has_gpu
-    return check_rules(CHUNK_GRAPH_RULES, facts)
+"""Requirements on ``ChunkGraphOptions`` and on megatron's options."""

@@ -4,34 +4,25 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from megatron.slipstream.context_parallel.limits import rank_limits
+from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.rules import (
+    Condition,
     Finding,
     Rule,
     check_by,
     check_rules,
-    facts_of,
-    is_one_of,
     option_rule,
-    unsupported,
 )
-
-_DEFAULTS: dict[str, Any] = {
-    "context_parallel_size": 1,
-    "cuda_graph_impl": "none",
-    "min_dynamic_context_parallel_size": 1,
-}
-"""Defaults of options that rules read; others are None. Not every release has every option."""
 
 
 def _is_on(facts: Any) -> bool:
     return bool(facts.dynamic_context_parallel)
 
 
-_unsupported = partial(unsupported, "with dynamic_context_parallel", _is_on)
+_unsupported = Condition("with dynamic_context_parallel", _is_on)
 
 
 def _needs_it(option: str, default: Any) -> Rule:
@@ -57,7 +48,7 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
         "sequence_packing",
         "sizes are chosen when documents of a batch are balanced",
         "set balanced",
-        is_one_of("sequence_packing", ("balanced",)),
+        ("balanced",),
     ),
     _unsupported(
         "calculate_per_token_loss",
@@ -72,14 +63,10 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
         _exchanges_in_a_ring,
     ),
     _unsupported(
-        "hierarchical_context_parallel_sizes",
-        "its process groups are created for one size",
-        "leave it out",
+        "hierarchical_context_parallel_sizes", "its process groups are created for one size"
     ),
     _unsupported(
-        "mtp_num_layers",
-        "multi-token prediction shifts tokens within groups of the static size",
-        "leave it out",
+        "mtp_num_layers", "multi-token prediction shifts tokens within groups of the static size"
     ),
     _unsupported(
         "hybrid_layer_pattern",
@@ -92,25 +79,18 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
         "those graphs are captured with one size",
         "set transformer_engine, or leave it out and set cuda_graph_granularity=chunk; both "
         "capture graphs of every size",
-        is_one_of("cuda_graph_impl", ("none", "transformer_engine")),
+        ("none", "transformer_engine"),
     ),
     _unsupported(
-        "use_megatron_fsdp",
-        "megatron-core has no process groups of changing size for it",
-        "leave it out",
+        "use_megatron_fsdp", "megatron-core has no process groups of changing size for it"
     ),
-    *(
-        _unsupported(
-            option,
-            "keys and values would be exchanged in FP8 with scales that only the ranks of the "
-            "static group share",
-            "leave it out",
-        )
-        for option in ("fp8_dot_product_attention", "fp8_multi_head_attention")
+    *_unsupported.each(
+        "fp8_dot_product_attention fp8_multi_head_attention",
+        "keys and values would be exchanged in FP8 with scales that only the ranks of the static "
+        "group share",
     ),
 )
-"""Requirements on :class:`DynamicContextParallelOptions` and on other options (duck-typed: an args
-namespace)."""
+"""Requirements on ``DynamicContextParallelOptions`` and on other options."""
 
 
 POSITIONS = Rule(
@@ -132,22 +112,19 @@ ONE_SIZE = Rule(
 )
 
 
-def check_dynamic_context_parallel(args: Any) -> list[Finding]:
+def check_dynamic_context_parallel(options: Any) -> list[Finding]:
     """Check the arguments of dynamic context parallelism.
 
     ``check_packing`` checks those of packed sequences.
 
     Args:
-        args: An object with megatron's option names and ours as attributes; with
-            ``data_parallel_size`` once megatron has computed it.
+        options: Facts or arguments; with ``data_parallel_size`` once megatron has computed it.
     """
-    others = ("dynamic_context_parallel", "data_parallel_size", "position_embedding_type")
-    facts = facts_of(args, DYNAMIC_RULES, others, _DEFAULTS)
+    facts = Facts.of(options)
     findings = check_rules(DYNAMIC_RULES, facts)
     if findings or not (_is_on(facts) and facts.data_parallel_size):
         return findings
-    name = "max_dynamic_context_parallel_size"
-    findings = check_by(lambda: rank_limits(facts), name)
+    findings = check_by(lambda: rank_limits(facts), "max_dynamic_context_parallel_size")
     return findings or [*_check_positions(facts), *_check_sizes(facts)]
 
 

@@ -4,38 +4,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, Optional
+from typing import Any
 
 from megatron.slipstream.options.rules import (
-    Finding,
+    Condition,
     Predicate,
     Rule,
-    check_rules,
-    facts_of,
     is_one_of,
     option_rule,
     unsupported,
 )
-
-_DEFAULTS: dict[str, Any] = {
-    "moe_sync_free_experts": False,
-    "moe_sync_free_capacity_factor": None,
-    "expert_model_parallel_size": 1,
-    "tensor_model_parallel_size": 1,
-    "moe_token_dispatcher_type": "allgather",
-    "moe_router_load_balancing_type": "aux_loss",
-    "cuda_graph_impl": "none",
-}
-"""Defaults of options that rules read; others are None. Not every release has every option."""
-
-_OTHER_NAMES = {
-    "num_moe_experts": "num_experts",
-    "te_precision_config_file": "quant_recipe",
-    "kitchen_config_file": "quant_recipe",
-    "kitchen_recipe_number": "quant_recipe",
-}
-"""Rule names by the option's name in megatron-core's configuration or of a flag."""
 
 _WITH_FAST_GROUPED_GEMM = (9, 10)
 """Major compute capabilities on which torch's grouped GEMM reads offsets on the device."""
@@ -53,7 +31,7 @@ def _is_on_gpu(facts: Any) -> bool:
 
 
 _ON = "with moe_sync_free_experts"
-_unsupported = partial(unsupported, _ON, _is_on)
+_unsupported = Condition(_ON, _is_on)
 
 
 def _is_a_multiple(option: str) -> Predicate:
@@ -98,23 +76,20 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "tensor_model_parallel_size",
         "the experts' weights and tokens are not divided",
         "set tensor_model_parallel_size=1",
-        is_one_of("tensor_model_parallel_size", (1,)),
+        (1,),
     ),
     _unsupported(
         "moe_token_dispatcher_type",
         "its communication library tells the host how many tokens arrive",
         "set alltoall or allgather",
-        is_one_of("moe_token_dispatcher_type", ("alltoall", "allgather")),
+        ("alltoall", "allgather"),
     ),
     _unsupported(
         "moe_expert_capacity_factor",
         "no token is dropped, which gives the experts a fixed number of rows",
-        "leave it out",
     ),
     _unsupported(
-        "moe_router_padding_for_quantization",
-        "it pads each expert by a number that the host reads",
-        "leave it out",
+        "moe_router_padding_for_quantization", "it pads each expert by a number that the host reads"
     ),
     _unsupported(
         "moe_router_load_balancing_type",
@@ -127,14 +102,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "the experts' biases are added by the host's numbers of tokens",
         "set add_bias_linear=False (--disable-bias-linear)",
     ),
-    *(
-        _unsupported(
-            option,
-            "torch's grouped GEMM multiplies bf16",
-            "leave it out",
-        )
-        for option in ("fp16", "fp8", "fp4")
-    ),
+    *_unsupported.each("fp16 fp8 fp4", "torch's grouped GEMM multiplies bf16"),
     option_rule(
         "quant_recipe",
         _is_on,
@@ -153,34 +121,18 @@ EXPERT_RULES: tuple[Rule, ...] = (
         )
         for option in ("hidden_size", "moe_ffn_hidden_size", "moe_latent_size")
     ),
-    _unsupported(
-        "delay_wgrad_compute",
+    *_unsupported.each(
+        "delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad",
         "weight gradients are computed with those of the tokens",
-        "leave it out",
     ),
-    _unsupported(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "weight gradients are computed with those of the tokens",
-        "leave it out",
-    ),
-    _unsupported(
-        "use_transformer_engine_op_fuser",
-        "its fused experts are other modules",
-        "leave it out",
-    ),
+    _unsupported("use_transformer_engine_op_fuser", "its fused experts are other modules"),
     _unsupported(
         "moe_paged_stash",
         "it stashes what the fused experts of Transformer Engine (use_transformer_engine_op_fuser) "
         "save in MXFP8 or NVFP4, and nothing of other experts",
-        "leave it out",
     ),
-    _unsupported(
-        "use_megatron_fsdp",
-        "it does not know a weight of all experts",
-        "use distributed data parallelism (use_distributed_optimizer)",
-    ),
-    _unsupported(
-        "use_torch_fsdp2",
+    *_unsupported.each(
+        "use_megatron_fsdp use_torch_fsdp2",
         "it does not know a weight of all experts",
         "use distributed data parallelism (use_distributed_optimizer)",
     ),
@@ -188,7 +140,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "cuda_graph_impl",
         "graphs of layers are not tested with these experts",
         "set cuda_graph_impl=none",
-        is_one_of("cuda_graph_impl", ("none",)),
+        ("none",),
     ),
     unsupported(
         f"{_ON} on a GPU",
@@ -207,22 +159,5 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "leave moe_sync_free_experts out",
     ),
 )
-"""Requirements on :class:`ExpertOptions` combined with megatron's options (duck-typed: an args
-namespace or a ``TransformerConfig``)."""
-
-
-def check_experts(args: Any, capability: Optional[tuple[int, int]]) -> list[Finding]:
-    """Return findings about sync-free experts, given the arguments and the GPU.
-
-    Args:
-        args: An object whose attributes are our options and megatron's, under the names of its
-            flags or its configuration.
-        capability: Compute capability of the GPU, (major, minor); None without a GPU.
-    """
-    facts = facts_of(args, EXPERT_RULES, ("moe_sync_free_experts",), _DEFAULTS)
-    for name, name_of_rule in _OTHER_NAMES.items():
-        value = getattr(args, name, None)
-        if value is not None and value is not False:
-            setattr(facts, name_of_rule, value)
-    facts.capability = capability
-    return check_rules(EXPERT_RULES, facts)
+"""Requirements on ``ExpertOptions`` and on megatron's options; they also read ``capability``, the
+GPU's (major, minor), None without one."""

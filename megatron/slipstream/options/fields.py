@@ -1,24 +1,23 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""User settings, and the rules that each must meet.
+"""The fields of all options.
 
 The on/off switch and the choice of modules stay megatron-core's own options
 (``fine_grained_activation_offloading``, ``offload_modules``, ``min_offloaded_tensor_size``,
 ``activation_offload_fraction``, ``delta_offload_bytes_across_pp_ranks``). :class:`OffloadConfig`
-adds only what megatron-core has no name for. :data:`RULES` is the one table of requirements:
-error messages, documentation and tests are generated from it.
+adds only what megatron-core has no name for. The other modules of this room have the rules.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, Optional, TypedDict, Union, get_type_hints
 
-from megatron.slipstream.options.rules import Rule, always, check_rules, option_rule, require
+from megatron.slipstream.options.engine import RULES
+from megatron.slipstream.options.rules import check_rules, require
 from megatron.slipstream.plan.tiles import NumTiles
 
 
@@ -221,115 +220,6 @@ def parse_budget(text: str) -> Union[float, Literal["auto"]]:
         argparse.ArgumentTypeError: The text is neither.
     """
     return parse_number_or_auto(text, float, "a number")
-
-
-def _is_at_least_0(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
-
-
-RULES: tuple[Rule, ...] = (
-    option_rule(
-        "offload_engine",
-        always,
-        lambda c: c.offload_engine in ("slipstream", "megatron"),
-        "offload_engine={offload_engine!r} is not an engine",
-        "set 'slipstream' or 'megatron'",
-    ),
-    option_rule(
-        "offload_native",
-        always,
-        lambda c: c.offload_native in ("auto", "off"),
-        "offload_native={offload_native!r} is not a choice",
-        "set 'auto' or 'off'",
-    ),
-    option_rule(
-        "offload_backend",
-        always,
-        lambda c: c.offload_backend in ("auto", "cuda", "cpu", "cpu-lazy"),
-        "offload_backend={offload_backend!r} is not a backend",
-        "set 'auto', 'cuda', 'cpu' or 'cpu-lazy'",
-    ),
-    option_rule(
-        "offload_release_lag",
-        always,
-        lambda c: c.offload_release_lag >= 0,
-        "offload_release_lag={offload_release_lag} is negative",
-        "set the number of group commits (0 or more) that device memory outlives its own",
-    ),
-    option_rule(
-        "offload_prefetch_depth",
-        always,
-        lambda c: c.offload_prefetch_depth >= 0,
-        "offload_prefetch_depth={offload_prefetch_depth} is negative",
-        "set how many groups ahead (0 or more) a copy back starts",
-    ),
-    option_rule(
-        "offload_target_memory_gib",
-        always,
-        lambda c: c.offload_target_memory_gib is None or 0 < c.offload_target_memory_gib < math.inf,
-        "offload_target_memory_gib={offload_target_memory_gib} is no device peak",
-        "set the GiB (above 0, and finite) that each rank may use at most, or leave it out to "
-        "move everything that may",
-    ),
-    option_rule(
-        "offload_max_overhead_percent",
-        always,
-        lambda c: (
-            c.offload_max_overhead_percent in (None, "auto")
-            or _is_at_least_0(c.offload_max_overhead_percent)
-        ),
-        "offload_max_overhead_percent={offload_max_overhead_percent!r} is no limit",
-        "set by how many percent (0 or more, or 'auto') copies may slow an iteration down, or "
-        "leave it out to move everything that may",
-    ),
-    option_rule(
-        "offload_max_overhead_percent",
-        lambda c: c.offload_target_memory_gib is not None,
-        lambda c: c.offload_max_overhead_percent is None,
-        "offload_max_overhead_percent={offload_max_overhead_percent} is not supported with "
-        "offload_target_memory_gib={offload_target_memory_gib} because each alone decides how "
-        "much moves",
-        "set one of them",
-    ),
-    option_rule(
-        "activation_memory_budget",
-        always,
-        lambda c: (
-            c.activation_memory_budget in (None, "auto")
-            or (_is_at_least_0(c.activation_memory_budget) and c.activation_memory_budget > 0)
-        ),
-        "activation_memory_budget={activation_memory_budget!r} is no amount of memory",
-        "set the GiB (above 0, and finite) that activations may use, 'auto', or leave it out",
-    ),
-    option_rule(
-        "activation_memory_budget",
-        lambda c: c.activation_memory_budget is not None,
-        lambda c: c.offload_target_memory_gib is None and c.offload_max_overhead_percent is None,
-        "activation_memory_budget={activation_memory_budget} is not supported with "
-        "offload_target_memory_gib={offload_target_memory_gib} and offload_max_overhead_percent="
-        "{offload_max_overhead_percent} because each alone decides how much moves",
-        "set one of them",
-    ),
-    option_rule(
-        "offload_host_memory_limit_bytes",
-        always,
-        lambda c: (
-            c.offload_host_memory_limit_bytes is None or c.offload_host_memory_limit_bytes > 0
-        ),
-        "offload_host_memory_limit_bytes={offload_host_memory_limit_bytes} leaves no host memory "
-        "to move activations to",
-        "set a number of bytes above 0, or leave it out for 80% of the node's available memory, "
-        "shared by its processes",
-    ),
-    option_rule(
-        "offload_verify",
-        always,
-        lambda c: c.offload_verify >= 0,
-        "offload_verify={offload_verify} is negative",
-        "set how many iterations (0 or more) to check",
-    ),
-)
-"""Requirements on :class:`OffloadConfig`."""
 
 
 def check_is_config(config: object) -> None:

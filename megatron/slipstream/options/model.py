@@ -6,11 +6,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
-from megatron.slipstream.options.modules import OWN_MODULES, check_own_modules
-from megatron.slipstream.options.rules import Finding, Predicate, Rule, check_rules, option_rule
+from megatron.slipstream.options.facts import Facts
+from megatron.slipstream.options.modules import OWN_MODULE_RULES, OWN_MODULES
+from megatron.slipstream.options.rules import (
+    Finding,
+    Predicate,
+    Rule,
+    check_rules,
+    option_rule,
+    value_rule,
+)
 
 MODULE_NAMES: Mapping[str, str] = {
     "attn_norm": "input layer norm (saves the layer input, [s, b, h])",
@@ -39,9 +46,7 @@ def _offloading_with_graphs(facts: Any) -> bool:
 
 
 def _offloading_with_our_engine(facts: Any) -> bool:
-    # A TransformerConfig has no such option: it is then a model behind install().
-    engine = vars(facts).get("offload_engine", "slipstream")
-    return _offloading(facts) and engine == "slipstream"
+    return _offloading(facts) and facts.offload_engine == "slipstream"
 
 
 def _modules(facts: Any) -> set[str]:
@@ -126,7 +131,7 @@ def keeps_checkpoint_inputs(facts: Any) -> bool:
     Args:
         facts: Has megatron-core's option names, such as a ``TransformerConfig``.
     """
-    if vars(facts).get("mlp_sequence_tiles", 1) != 1:  # a TransformerConfig has no such option
+    if facts.mlp_sequence_tiles != 1:
         return True
     if facts.recompute_granularity != "selective":
         return bool(facts.recompute_granularity == "full")
@@ -160,8 +165,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         "recompute_modules, set recompute_granularity='full', or leave it out",
     ),
 )
-"""Requirements on ``OffloadConfig.offload_checkpoint_inputs`` and a model together; the checked
-object has the options of both."""
+"""Requirements on ``OffloadConfig.offload_checkpoint_inputs`` and a model together."""
 
 
 MODEL_RULES: tuple[Rule, ...] = (
@@ -188,43 +192,39 @@ MODEL_RULES: tuple[Rule, ...] = (
         "(num_moe_experts is not set)",
         "remove " + ", ".join(sorted(MOE_MODULE_NAMES)),
     ),
-    option_rule(
+    value_rule(
         "activation_offload_fraction",
-        _offloading,
-        lambda f: 0.0 <= f.activation_offload_fraction <= 1.0,
-        "activation_offload_fraction={activation_offload_fraction} is outside [0, 1]",
+        lambda fraction: 0.0 <= fraction <= 1.0,
+        "is outside [0, 1]",
         "set the fraction of each chunk's groups to move",
+        _offloading,
     ),
-    option_rule(
+    value_rule(
         "min_offloaded_tensor_size",
-        _offloading,
-        lambda f: f.min_offloaded_tensor_size >= 0,
-        "min_offloaded_tensor_size={min_offloaded_tensor_size} is negative",
+        lambda size: size >= 0,
+        "is negative",
         "set a number of elements (not bytes), 0 to move every tensor",
+        _offloading,
     ),
-    option_rule(
+    value_rule(
         "delta_offload_bytes_across_pp_ranks",
-        _offloading,
-        lambda f: f.delta_offload_bytes_across_pp_ranks >= 0,
-        "delta_offload_bytes_across_pp_ranks={delta_offload_bytes_across_pp_ranks} is negative",
+        lambda delta: delta >= 0,
+        "is negative",
         "set how many bytes more each later pipeline rank keeps on the device",
-    ),
-    option_rule(
-        "fine_grained_offloading_max_inflight_offloads",
         _offloading,
-        lambda f: (getattr(f, "fine_grained_offloading_max_inflight_offloads", None) or 0) >= 0,
-        "fine_grained_offloading_max_inflight_offloads="
-        "{fine_grained_offloading_max_inflight_offloads} is negative",
+    ),
+    value_rule(
+        "fine_grained_offloading_max_inflight_offloads",
+        lambda copies: (copies or 0) >= 0,
+        "is negative",
         "set how many copies out of each module (0 or more) compute need not have waited for, or "
         "leave it out for no limit",
+        _offloading,
     ),
     option_rule(
         "delay_offload_until_cuda_graph",
         _offloading_with_our_engine,
-        lambda f: (
-            not getattr(f, "delay_offload_until_cuda_graph", False)
-            or _graph_impl(f) == "transformer_engine"
-        ),
+        lambda f: not f.delay_offload_until_cuda_graph or f.cuda_graph_impl == "transformer_engine",
         "delay_offload_until_cuda_graph=True is not supported without "
         "cuda_graph_impl='transformer_engine' because there is no other graph to wait for",
         "set cuda_graph_impl='transformer_engine', or leave it out",
@@ -240,7 +240,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     option_rule(
         "cuda_graph_impl",
         _offloading_with_graphs,
-        lambda f: _graph_impl(f) != "full_iteration",
+        lambda f: f.cuda_graph_impl != "full_iteration",
         "cuda_graph_impl='full_iteration' is not supported with offloading because one graph of "
         "the whole iteration leaves no step to plan from and no layer to tell the engine where "
         "it is",
@@ -250,7 +250,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         "cuda_graph_impl",
         _offloading_with_graphs,
         lambda f: (
-            _graph_impl(f) != "local"
+            f.cuda_graph_impl != "local"
             or (_modules(f) <= MOE_MODULE_NAMES and bool(graphed_modules(f)))
         ),
         "cuda_graph_impl='local' is not supported with offload_modules={offload_modules} because "
@@ -269,14 +269,13 @@ MODEL_RULES: tuple[Rule, ...] = (
     option_rule(
         "cuda_graph_warmup_steps",
         _offloading_with_graphs,
-        lambda f: getattr(f, "cuda_graph_warmup_steps", 1) > 0,
+        lambda f: f.cuda_graph_warmup_steps > 0,
         "cuda_graph_warmup_steps={cuda_graph_warmup_steps} is not supported with offloading "
         "because what moves inside graphs is planned from the steps before them",
         "set at least 1",
     ),
 )
-"""Requirements on megatron-core's own offloading options (duck-typed: an args namespace or a
-``TransformerConfig``)."""
+"""Requirements on megatron-core's own offloading options."""
 
 
 _UNKNOWN_MODULE = Rule(
@@ -301,17 +300,15 @@ def check_module_names(names: Iterable[str]) -> list[Finding]:
     return findings
 
 
-def check_model_options(facts: Any) -> list[Finding]:
+def check_model_options(options: Any) -> list[Finding]:
     """Check megatron-core's offloading options as given to the model.
 
     Args:
-        facts: An object with megatron-core's option names as attributes, such as parsed arguments
-            or a ``TransformerConfig``.
+        options: Facts, parsed arguments or a ``TransformerConfig``.
     """
+    facts = Facts.of(options)
     unknown = check_module_names(facts.offload_modules or ()) if _offloading(facts) else []
-    if _offloading(facts):
-        unknown += check_own_modules(facts)
-    return unknown + check_rules(MODEL_RULES, facts)
+    return unknown + check_rules((*OWN_MODULE_RULES, *MODEL_RULES), facts)
 
 
 def _in_graphs_of_layers(facts: Any) -> bool:
@@ -319,12 +316,7 @@ def _in_graphs_of_layers(facts: Any) -> bool:
 
 
 def _in_graphs_of_chunks(facts: Any) -> bool:
-    is_chunk = getattr(facts, "cuda_graph_granularity", None) == "chunk"
-    return is_chunk and _offloading_with_our_engine(facts)
-
-
-def _is_default(option: str, default: Any) -> Predicate:
-    return lambda facts: getattr(facts, option, default) == default
+    return facts.cuda_graph_granularity == "chunk" and _offloading_with_our_engine(facts)
 
 
 def _without_effect(
@@ -338,7 +330,7 @@ def _without_effect(
         f"{holds}",
         f"set {option}={default}, its default, if that is not enough",
         when,
-        _is_default(option, default),
+        lambda facts: getattr(facts, option) in (None, default),
     )
 
 
@@ -379,7 +371,7 @@ GRAPH_RULES: tuple[Rule, ...] = (
         "it holds for the iterations before them and the first passes that they are planned from",
     ),
 )
-"""Options that do nothing in replays; they also read ``has_gpu``."""
+"""Options that do nothing in replays."""
 
 CHECKPOINTS_IN_GRAPHS = Rule(
     "offload_checkpoint_inputs",
@@ -391,14 +383,15 @@ CHECKPOINTS_IN_GRAPHS = Rule(
 )
 
 
-def check_options_in_graphs(facts: Any, has_gpu: bool) -> list[Finding]:
+def check_options_in_graphs(options: Any, **more: Any) -> list[Finding]:
     """Return a warning for each option that does nothing inside the CUDA graphs that are chosen.
 
     Args:
-        facts: Has the options of megatron-core and of ``OffloadConfig``.
-        has_gpu: Whether graphs are captured, or imitated.
+        options: Facts, or the options of megatron-core and of ``OffloadConfig`` together.
+        more: ``has_gpu``: whether graphs are captured, or imitated.
     """
-    findings = check_rules(GRAPH_RULES, SimpleNamespace(**{**vars(facts), "has_gpu": has_gpu}))
+    facts = Facts.of(options, **more)
+    findings = check_rules(GRAPH_RULES, facts)
     if _in_graphs_of_layers(facts) and facts.offload_checkpoint_inputs:
         recomputed = facts.recompute_modules or ()
         names = [n for n in recomputed if n in CHECKPOINTED_MODULES and _is_captured(n, facts)]

@@ -8,10 +8,9 @@ Their names are given in ``offload_modules`` like megatron-core's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
-from megatron.slipstream.options.rules import Finding, Predicate, Rule, check_rules, option_rule
+from megatron.slipstream.options.rules import Predicate, Rule, option_rule
 
 OWN_MODULES: Mapping[str, str] = {
     "mlp_fc1": "first linear layer of a dense MLP (saves the normalised input, [s, b, h]; "
@@ -42,24 +41,10 @@ def own_modules(facts: Any) -> list[str]:
     return [name for name in getattr(facts, "offload_modules", None) or () if name in OWN_MODULES]
 
 
-def _recomputes(*names: str) -> Predicate:
-    """Return whether backward recomputes one of these ``recompute_modules``."""
-    return lambda f: (
-        getattr(f, "recompute_granularity", None) == "selective"
-        and bool({*names} & {*(getattr(f, "recompute_modules", None) or ())})
-    )
-
-
-def _lacks(option: str) -> Predicate:
-    """Return whether a model is known to lack what an option sets."""
-    return lambda f: not getattr(f, option, True)
-
-
 def _has_only_expert_layers(facts: Any) -> bool:
-    pattern = getattr(facts, "moe_layer_freq", 0)
-    is_gpt = not getattr(facts, "hybrid_layer_pattern", None)
+    pattern = facts.moe_layer_freq
     is_every_one = pattern == 1 or (isinstance(pattern, list) and all(pattern))
-    return bool(facts.num_moe_experts) and is_gpt and is_every_one
+    return bool(facts.num_moe_experts) and not facts.hybrid_layer_pattern and is_every_one
 
 
 def _refused(
@@ -77,33 +62,53 @@ def _refused(
     listed = sorted(names)
     return option_rule(
         "offload_modules",
-        lambda f: bool(f.fine_grained_activation_offloading) and when(f),
+        lambda f: f.fine_grained_activation_offloading and when(f),
         lambda f: not {*listed} & {*own_modules(f)},
         f"offload_modules={{offload_modules}} is not supported {where} because {because}",
         f"remove {', '.join(listed)}" + (f", or {cure}" if cure else ""),
     )
 
 
-_NOTHING_SAVED = "what backward computes again saves nothing inside"
+def _if_recomputed(names: Iterable[str], module: str) -> Rule:
+    """Return the rule that modules cannot move inside one of ``recompute_modules``."""
+    return _refused(
+        names,
+        lambda f: f.recompute_granularity == "selective" and module in (f.recompute_modules or ()),
+        f"with {module!r} in recompute_modules",
+        "what backward computes again saves nothing inside",
+        f"remove {module!r} from recompute_modules",
+    )
+
+
+def _if_on(names: Iterable[str], option: str, because: str) -> Rule:
+    """Return the rule that modules cannot move with an option."""
+    where, cure = f"with {option}=True", f"set {option}=False"
+    return _refused(names, lambda f: getattr(f, option), where, because, cure)
+
+
+def _if_lacking(names: Iterable[str], option: str, because: str, cure: str = "") -> Rule:
+    """Return the rule that modules cannot move in a model that lacks what an option sets."""
+    return _refused(names, lambda f: f.lacks(option), f"without {option}", because, cure)
+
 
 OWN_MODULE_RULES: tuple[Rule, ...] = (
     _refused(
         OWN_MODULES,
-        lambda f: getattr(f, "offload_engine", "slipstream") != "slipstream",
+        lambda f: f.offload_engine != "slipstream",
         "with offload_engine='megatron'",
         "that engine moves only what megatron-core marks",
         "set offload_engine='slipstream'",
     ),
     _refused(
         OWN_MODULES,
-        lambda f: getattr(f, "cuda_graph_impl", None) == "local",
+        lambda f: f.cuda_graph_impl == "local",
         "with cuda_graph_impl='local'",
         "only megatron-core's expert modules move outside of its graphs",
         "set cuda_graph_impl='transformer_engine'",
     ),
     _refused(
         OUTSIDE_LAYERS,
-        lambda f: getattr(f, "cuda_graph_granularity", None) == "chunk",
+        lambda f: f.cuda_graph_granularity == "chunk",
         "with cuda_graph_granularity='chunk'",
         "these modules run outside of the graphs, which hold the host memory",
         "set cuda_graph_granularity='layer'",
@@ -114,84 +119,38 @@ OWN_MODULE_RULES: tuple[Rule, ...] = (
         "with moe_layer_freq={moe_layer_freq}",
         "no layer has a dense MLP then",
     ),
-    _refused(
-        OF_DENSE_MLP,
-        _recomputes("mlp"),
-        "with 'mlp' in recompute_modules",
-        _NOTHING_SAVED,
-        "remove 'mlp' from recompute_modules",
-    ),
-    _refused(
+    _if_recomputed(OF_DENSE_MLP, "mlp"),
+    _if_on(
         (*OF_DENSE_MLP, "expert_fc2"),
-        lambda f: getattr(f, "use_transformer_engine_op_fuser", False),
-        "with use_transformer_engine_op_fuser=True",
+        "use_transformer_engine_op_fuser",
         "fused operations run in place of these modules",
-        "set use_transformer_engine_op_fuser=False",
     ),
     _refused(
         ("expert_fc2",),
-        lambda f: not f.num_moe_experts or _lacks("moe_grouped_gemm")(f),
+        lambda f: not f.num_moe_experts or f.lacks("moe_grouped_gemm"),
         "without moe_grouped_gemm",
         "only the grouped experts have one second GEMM",
     ),
-    _refused(
-        ("expert_fc2", "shared_experts"),
-        _recomputes("moe"),
-        "with 'moe' in recompute_modules",
-        _NOTHING_SAVED,
-        "remove 'moe' from recompute_modules",
-    ),
-    _refused(
-        ("expert_fc2",),
-        lambda f: getattr(f, "moe_paged_stash", False),
-        "with moe_paged_stash=True",
-        "the stash holds what the experts save",
-        "set moe_paged_stash=False",
-    ),
-    _refused(
+    _if_recomputed(("expert_fc2", "shared_experts"), "moe"),
+    _if_on(("expert_fc2",), "moe_paged_stash", "the stash holds what the experts save"),
+    _if_lacking(
         ("shared_experts",),
-        _lacks("moe_shared_expert_intermediate_size"),
-        "without moe_shared_expert_intermediate_size",
+        "moe_shared_expert_intermediate_size",
         "the model has no shared experts then",
     ),
-    _refused(
+    _if_recomputed(("shared_experts",), "shared_experts"),
+    _if_on(
         ("shared_experts",),
-        _recomputes("shared_experts"),
-        "with 'shared_experts' in recompute_modules",
-        _NOTHING_SAVED,
-        "remove 'shared_experts' from recompute_modules",
-    ),
-    _refused(
-        ("shared_experts",),
-        lambda f: getattr(f, "moe_shared_expert_overlap", False),
-        "with moe_shared_expert_overlap=True",
+        "moe_shared_expert_overlap",
         "they run in pieces on a stream of their own then",
-        "set moe_shared_expert_overlap=False",
     ),
-    _refused(
+    _if_lacking(
         OF_LATENT_ATTENTION,
-        _lacks("multi_latent_attention"),
-        "without multi_latent_attention",
+        "multi_latent_attention",
         "other attention has no such projections",
         "name qkv_linear",
     ),
-    _refused(
-        ("mla_up_proj",),
-        _recomputes("mla_up_proj"),
-        "with 'mla_up_proj' in recompute_modules",
-        _NOTHING_SAVED,
-        "remove 'mla_up_proj' from recompute_modules",
-    ),
+    _if_recomputed(("mla_up_proj",), "mla_up_proj"),
 )
 """Requirements on Slipstream's own modules. Where the checked object lacks an option, as while
 settings are checked before a model is known, the rules about that option hold."""
-
-
-def check_own_modules(facts: Any) -> list[Finding]:
-    """Return a finding for each module of ours that cannot move with these options.
-
-    Args:
-        facts: Has megatron-core's option names.
-    """
-    given = SimpleNamespace(**{"moe_layer_freq": None, **vars(facts)})
-    return check_rules(OWN_MODULE_RULES, given)

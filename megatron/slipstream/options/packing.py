@@ -5,45 +5,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
+from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.model import graphed_modules
 from megatron.slipstream.options.rules import (
+    Condition,
     Finding,
     Rule,
     check_by,
     check_rules,
-    facts_of,
-    is_one_of,
     option_rule,
     unsupported,
 )
 from megatron.slipstream.packed_sequences.packing import pack_limits
-
-_DEFAULTS: dict[str, Any] = {
-    "context_parallel_size": 1,
-    "micro_batch_size": 1,
-    "calculate_per_token_loss": False,
-    "moe_router_load_balancing_type": "none",
-    "attention_backend": "auto",
-    "cuda_graph_impl": "none",
-    "cuda_graph_warmup_steps": 3,
-    "apply_rope_fusion": True,
-    "offload_engine": "slipstream",
-}
-"""Defaults of options that rules read; others are None. Not every release has every option."""
 
 
 def _packs(facts: Any) -> bool:
     return facts.sequence_packing is not None
 
 
-def _packs_balanced(facts: Any) -> bool:
-    return bool(facts.sequence_packing == "balanced")
-
-
-_unsupported = partial(unsupported, "with sequence_packing={sequence_packing}", _packs)
+_PACKS = "with sequence_packing={sequence_packing}"
+_unsupported = Condition(_PACKS, _packs)
+_unsupported_if_balanced = Condition(
+    "with sequence_packing=balanced", lambda f: f.sequence_packing == "balanced"
+)
 
 
 def _captures_layers(facts: Any) -> bool:
@@ -55,11 +41,8 @@ def _captures_attention(facts: Any) -> bool:
     return _captures_layers(facts) and (not parts or "attn" in parts)
 
 
-_unsupported_in_layers = partial(
-    unsupported,
-    "with sequence_packing={sequence_packing} and cuda_graph_impl={cuda_graph_impl}",
-    _captures_layers,
-)
+_LAYERS = f"{_PACKS} and cuda_graph_impl={{cuda_graph_impl}}"
+_unsupported_in_layers = Condition(_LAYERS, _captures_layers)
 
 
 def _needs_packing(option: str) -> Rule:
@@ -117,10 +100,8 @@ PACKING_RULES: tuple[Rule, ...] = (
         "ranks have different numbers of labels that count",
         "set calculate_per_token_loss=True",
     ),
-    _unsupported(
-        "reset_position_ids", "packing restarts positions in every document", "leave it out"
-    ),
-    _unsupported("reset_attention_mask", "packing hides documents from each other", "leave it out"),
+    _unsupported("reset_position_ids", "packing restarts positions in every document"),
+    _unsupported("reset_attention_mask", "packing hides documents from each other"),
     _unsupported(
         "dataloader_inter_document_masking",
         "both pack documents, and only one can make the batches",
@@ -132,43 +113,26 @@ PACKING_RULES: tuple[Rule, ...] = (
         "its scheduler makes its own micro-batches",
         "leave one of them out",
     ),
-    _unsupported(
-        "dataloader_fast_cache_load",
+    *_unsupported.each(
+        "dataloader_fast_cache_load dataloader_defer_npy_index_mmap",
         "it expects the index files of megatron's own datasets",
-        "leave it out",
-    ),
-    _unsupported(
-        "dataloader_defer_npy_index_mmap",
-        "it expects the index files of megatron's own datasets",
-        "leave it out",
     ),
     _unsupported(
         "dataloader_type",
         "megatron then does not make the batches",
         "set 'single'",
-        is_one_of("dataloader_type", (None, "single", "cyclic")),
+        (None, "single", "cyclic"),
     ),
-    unsupported(
-        "with sequence_packing=balanced",
-        _packs_balanced,
+    _unsupported_if_balanced(
         "dataloader_type",
         "shuffled micro-batches are no longer balanced within a batch",
         "set 'single' (documents are shuffled before they are packed), or sequence_packing=greedy",
-        is_one_of("dataloader_type", (None, "single")),
+        (None, "single"),
     ),
-    *(
-        unsupported(
-            "with sequence_packing=balanced",
-            _packs_balanced,
-            option,
-            "packs are spread over batches of one size",
-            "set sequence_packing=greedy",
-        )
-        for option in (
-            "rampup_batch_size",
-            "step_batch_size_schedule",
-            "decrease_batch_size_if_needed",
-        )
+    *_unsupported_if_balanced.each(
+        "rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed",
+        "packs are spread over batches of one size",
+        "set sequence_packing=greedy",
     ),
     _unsupported(
         "moe_router_load_balancing_type",
@@ -184,24 +148,22 @@ PACKING_RULES: tuple[Rule, ...] = (
         lambda f: not set(f.hybrid_layer_pattern or "") - set("*-E|/"),
     ),
     _unsupported(
-        "experimental_attention_variant",
-        "such layers are not known to keep documents apart",
-        "leave it out",
+        "experimental_attention_variant", "such layers are not known to keep documents apart"
     ),
     unsupported(
-        "with sequence_packing={sequence_packing}",
+        _PACKS,
         lambda f: _packs(f) and f.transformer_impl == "transformer_engine",
         "attention_backend",
         "Transformer Engine's FlashAttention 2 and unfused attention take no padding between "
         "sequences",
         "set fused",
-        is_one_of("attention_backend", ("auto", "fused")),
+        ("auto", "fused"),
     ),
     _unsupported(
         "cuda_graph_impl",
         "those graphs have no sequence offsets",
         "set transformer_engine, or leave it out and set cuda_graph_granularity=chunk",
-        is_one_of("cuda_graph_impl", ("none", "transformer_engine")),
+        ("none", "transformer_engine"),
     ),
     _unsupported_in_layers(
         "cuda_graph_warmup_steps",
@@ -210,33 +172,26 @@ PACKING_RULES: tuple[Rule, ...] = (
         lambda f: f.cuda_graph_warmup_steps >= 1,
     ),
     unsupported(
-        "with sequence_packing={sequence_packing} and cuda_graph_impl={cuda_graph_impl}",
+        _LAYERS,
         _captures_attention,
         "apply_rope_fusion",
         "unfused rotary embeddings read the lengths of sequences from the GPU",
         "leave --no-rope-fusion out, or attn out of cuda_graph_modules",
         lambda f: f.apply_rope_fusion,
     ),
-    *(
-        _unsupported_in_layers(
-            option,
-            "the graphs of a layer would share quantized weights that each of them computes",
-            "leave it out",
-        )
-        for option in ("fp8", "fp4")
+    *_unsupported_in_layers.each(
+        "fp8 fp4", "the graphs of a layer would share quantized weights that each of them computes"
     ),
     _unsupported_in_layers(
         "overlap_moe_expert_parallel_comm",
         "its schedule interleaves the layers of two micro-batches",
-        "leave it out",
     ),
     _unsupported_in_layers(
         "delay_wgrad_compute",
         "the graphs of weight gradients are found by the number of the micro-batch",
-        "leave it out",
     ),
     unsupported(
-        "with sequence_packing={sequence_packing} and cuda_graph_impl={cuda_graph_impl}",
+        _LAYERS,
         lambda f: _captures_layers(f) and bool(f.fine_grained_activation_offloading),
         "offload_engine",
         "megatron-core's engine expects a graph for each micro-batch",
@@ -289,29 +244,16 @@ PACKING_RULES: tuple[Rule, ...] = (
         "leave the parts after / out",
     ),
 )
-"""Requirements on :class:`PackingOptions` and on megatron's options (duck-typed: an args
-namespace)."""
+"""Requirements on ``PackingOptions`` and on megatron's options."""
 
 
-def check_packing(args: Any) -> list[Finding]:
+def check_packing(options: Any) -> list[Finding]:
     """Check the arguments of packed training.
 
     Args:
-        args: An object with megatron's option names and ours as attributes.
+        options: Facts or arguments.
     """
-    others = (
-        "sequence_packing",
-        "seq_length",
-        "eval_micro_batch_size",
-        "num_experts",
-        "sequence_parallel",
-        "transformer_impl",
-        "cuda_graph_modules",
-        "fine_grained_activation_offloading",
-    )
-    facts = facts_of(args, PACKING_RULES, others, _DEFAULTS)
-    # Megatron parses this option to a member of an enum.
-    facts.attention_backend = getattr(facts.attention_backend, "name", facts.attention_backend)
+    facts = Facts.of(options)
     findings = check_rules(PACKING_RULES, facts)
     if _packs(facts) and not findings:
         return check_by(lambda: pack_limits(facts), "seq_length")

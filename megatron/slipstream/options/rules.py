@@ -9,11 +9,11 @@ Functions named ``check_...`` return a list of :class:`Finding` instead of raisi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
-from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Optional
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Literal, NamedTuple, Union
 
 from megatron.slipstream.launcher import rank
+from megatron.slipstream.options.facts import Facts
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +80,28 @@ def option_rule(option: str, when: Predicate, requires: Predicate, message: str,
     return Rule(option, "error", message, cure, when, requires)
 
 
+def value_rule(
+    option: str, holds: Callable[[Any], Any], fault: str, cure: str, when: Predicate = always
+) -> Rule:
+    """Return the rule about one option's value alone.
+
+    Args:
+        option: The option's name.
+        holds: Whether the value is accepted.
+        fault: What is wrong with it, after 'option=value'.
+        cure: What to set.
+        when: Whether the value counts.
+    """
+    message = f"{option}={{{option}!r}} {fault}"
+    return option_rule(option, when, lambda facts: holds(getattr(facts, option)), message, cure)
+
+
+Accepted = Union[Predicate, Collection[Any], None]
+"""Whether an option's value is supported, or the values that are; None: only if it is off."""
+
+
 def unsupported(
-    where: str,
-    when: Predicate,
-    option: str,
-    because: str,
-    cure: str,
-    accepts: Optional[Predicate] = None,
+    where: str, when: Predicate, option: str, because: str, cure: str, accepts: Accepted = None
 ) -> Rule:
     """Return the rule that ``option`` is not supported under a condition.
 
@@ -96,15 +111,32 @@ def unsupported(
         option: The option's name.
         because: The reason.
         cure: What to set.
-        accepts: Whether the checked object's value is supported; None: only if it is off.
+        accepts: The values that are supported.
     """
-    return option_rule(
-        option,
-        when,
-        accepts or (lambda facts: not getattr(facts, option)),
-        f"{option}={{{option}}} is not supported {where} because {because}",
-        cure,
-    )
+    if accepts is None:
+        requires: Predicate = lambda facts: not getattr(facts, option)  # noqa: E731
+    else:
+        requires = accepts if callable(accepts) else is_one_of(option, accepts)
+    message = f"{option}={{{option}}} is not supported {where} because {because}"
+    return option_rule(option, when, requires, message, cure)
+
+
+class Condition(NamedTuple):
+    """A condition that some options are not supported under. A call returns one's rule."""
+
+    where: str
+    """The condition in words, such as 'with x=1': a format string."""
+    when: Predicate
+
+    def __call__(
+        self, option: str, because: str, cure: str = "leave it out", accepts: Accepted = None
+    ) -> Rule:
+        """Return the rule of one option; for the arguments see :func:`unsupported`."""
+        return unsupported(self.where, self.when, option, because, cure, accepts)
+
+    def each(self, options: str, because: str, cure: str = "leave it out") -> tuple[Rule, ...]:
+        """Return the rules of several options for one reason."""
+        return tuple(self(option, because, cure) for option in options.split())
 
 
 def is_one_of(option: str, values: Collection[Any]) -> Predicate:
@@ -112,25 +144,19 @@ def is_one_of(option: str, values: Collection[Any]) -> Predicate:
     return lambda facts: getattr(facts, option) in values
 
 
-def facts_of(
-    args: Any, rules: Iterable[Rule], others: Iterable[str], defaults: Mapping[str, Any]
-) -> SimpleNamespace:
-    """Return ``args`` with all options that ``rules`` read, even those that a release lacks.
+def check_rules(rules: Iterable[Rule], options: Any, **more: Any) -> list[Finding]:
+    """Return a finding for each violated rule.
 
     Args:
-        args: An object with options as attributes.
-        rules: Their options are None where ``args`` has none.
-        others: Further options that rules read; None where ``args`` has none.
-        defaults: Values of missing options instead of None.
+        rules: The requirements.
+        options: :class:`Facts`, or what they are made of.
+        more: Facts that ``options`` do not have.
     """
-    names = [*(rule.name for rule in rules), *others]
-    return SimpleNamespace(**{**dict.fromkeys(names), **defaults, **vars(args)})
-
-
-def check_rules(rules: Iterable[Rule], facts: Any) -> list[Finding]:
-    """Return a finding for each rule that ``facts`` violates."""
+    facts = Facts.of(options, **more)
     return [
-        rule.found(**vars(facts)) for rule in rules if rule.when(facts) and not rule.requires(facts)
+        Finding(rule.severity, facts.fill(rule.message), facts.fill(rule.cure), rule.name)
+        for rule in rules
+        if rule.when(facts) and not rule.requires(facts)
     ]
 
 

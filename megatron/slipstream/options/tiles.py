@@ -5,30 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from megatron.slipstream.options.model import MOE_MODULE_NAMES, graphed_modules
 from megatron.slipstream.options.modules import OF_DENSE_MLP
-from megatron.slipstream.options.rules import (
-    Finding,
-    Predicate,
-    Rule,
-    always,
-    check_rules,
-    facts_of,
-    option_rule,
-    unsupported,
-)
-
-_DEFAULTS: dict[str, Any] = {
-    "cuda_graph_impl": "none",
-    "cuda_graph_modules": (),
-    "cuda_graph_granularity": "layer",
-    "gtp_weight_remat_size": 1,
-    "mlp_chunks_for_training": 1,
-}
-"""Defaults of options that rules read; others are None. Not every release has every option."""
+from megatron.slipstream.options.rules import Condition, Predicate, Rule, value_rule
 
 
 def _tiles_loss(facts: Any) -> bool:
@@ -40,9 +21,9 @@ def _tiles_mlps(facts: Any) -> bool:
 
 
 _LOSS, _MLPS = "loss_sequence_tiles", "mlp_sequence_tiles"
-_with_loss = partial(unsupported, f"with {_LOSS}={{{_LOSS}}}", _tiles_loss)
-_with_mlps = partial(unsupported, f"with {_MLPS}={{{_MLPS}}}", _tiles_mlps)
-_with_tiles = partial(unsupported, "with tiles of the sequence", always)
+_with_loss = Condition(f"with {_LOSS}={{{_LOSS}}}", _tiles_loss)
+_with_mlps = Condition(f"with {_MLPS}={{{_MLPS}}}", _tiles_mlps)
+_with_tiles = Condition("with tiles of the sequence", lambda f: _tiles_loss(f) or _tiles_mlps(f))
 
 _IN_MLPS = MOE_MODULE_NAMES | OF_DENSE_MLP | {"expert_fc2"}
 """Names for ``offload_modules`` of what is inside a tile."""
@@ -66,21 +47,16 @@ def _names_none_of(option: str, names: Iterable[str]) -> Predicate:
     return lambda facts: not {*names} & {*(getattr(facts, option) or ())}
 
 
-def _is_number_of_tiles(option: str) -> Predicate:
-    def holds(facts: Any) -> bool:
-        value = getattr(facts, option)
-        return value == "auto" or (type(value) is int and value >= 1)
-
-    return holds
+def _is_number_of_tiles(value: Any) -> bool:
+    return value == "auto" or (type(value) is int and value >= 1)
 
 
 TILE_RULES: tuple[Rule, ...] = (
     *(
-        option_rule(
+        value_rule(
             option,
-            always,
-            _is_number_of_tiles(option),
-            f"{option}={{{option}!r}} is no number of tiles",
+            _is_number_of_tiles,
+            "is no number of tiles",
             f"set {option}=1 or more, or 'auto'",
         )
         for option in (_LOSS, _MLPS)
@@ -122,9 +98,7 @@ TILE_RULES: tuple[Rule, ...] = (
         "leave defer_embedding_wgrad_compute out",
     ),
     _with_loss(
-        "use_mup",
-        "it scales logits between the output layer and the loss",
-        "leave use_mup out",
+        "use_mup", "it scales logits between the output layer and the loss", "leave use_mup out"
     ),
     _with_loss(
         "fp8_output_proj",
@@ -188,17 +162,4 @@ TILE_RULES: tuple[Rule, ...] = (
         lambda f: not _graphs_layers(f) or _has_no_tiles_in_graphs(f),
     ),
 )
-"""Requirements on the options of tiles and a model together, if there are tiles."""
-
-
-def check_tiles(args: Any) -> list[Finding]:
-    """Return findings about the options of tiles.
-
-    Args:
-        args: Has :class:`TileOptions` and megatron-core's options, such as parsed arguments.
-    """
-    others = ("recompute_granularity", "fine_grained_activation_offloading", _LOSS, _MLPS)
-    facts = facts_of(args, TILE_RULES, others, {**_DEFAULTS, _LOSS: 1, _MLPS: 1})
-    if not _tiles_loss(facts) and not _tiles_mlps(facts):
-        return []
-    return check_rules(TILE_RULES, facts)
+"""Requirements on ``TileOptions`` and a model together."""

@@ -1,24 +1,19 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Checks of learning rate and weight decay, which megatron asserts after it has built the model."""
+"""Requirements on the arguments of a training: learning rate, machine, data, files."""
 
 from __future__ import annotations
 
 from typing import Any, Optional
 
 from megatron.slipstream.options.rules import (
-    Finding,
+    Condition,
     Rule,
     always,
-    check_rules,
     option_rule,
     unsupported,
+    value_rule,
 )
-
-
-def check_schedule(args: Any) -> list[Finding]:
-    """Return findings about the schedule of the optimizer's parameters."""
-    return [] if args.skip_train else check_rules(SCHEDULE_RULES, args)
 
 
 def _is_by_samples(args: Any) -> bool:
@@ -45,7 +40,11 @@ def _positive(value: Optional[float]) -> bool:
     return value is None or value > 0
 
 
-SCHEDULE_RULES: tuple[Rule, ...] = (
+def _in_training(rule: Rule) -> Rule:
+    return rule._replace(when=lambda facts: not facts.skip_train and rule.when(facts))
+
+
+_SCHEDULE_RULES: tuple[Rule, ...] = (
     option_rule("lr", always, lambda f: f.lr is not None, "lr is not set", "set --lr"),
     option_rule(
         "min_lr",
@@ -61,25 +60,24 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         "lr_warmup_init={lr_warmup_init} is above lr={lr}",
         "set --lr-warmup-init to at most --lr",
     ),
-    option_rule(
+    value_rule(
         "lr_decay_iters",
-        _is_by_iterations,
-        lambda f: _positive(f.lr_decay_iters),
-        "lr_decay_iters={lr_decay_iters} is no number of iterations",
+        _positive,
+        "is no number of iterations",
         "set --lr-decay-iters to 1 or more",
+        _is_by_iterations,
     ),
-    option_rule(
+    value_rule(
         "lr_decay_samples",
-        _is_by_samples,
-        lambda f: _positive(f.lr_decay_samples),
-        "lr_decay_samples={lr_decay_samples} is no number of samples",
+        _positive,
+        "is no number of samples",
         "set --lr-decay-samples to 1 or more",
+        _is_by_samples,
     ),
-    option_rule(
+    value_rule(
         "lr_warmup_fraction",
-        always,
-        lambda f: f.lr_warmup_fraction is None or f.lr_warmup_fraction < 1,
-        "lr_warmup_fraction={lr_warmup_fraction} leaves nothing after the warm-up",
+        lambda fraction: fraction is None or fraction < 1,
+        "leaves nothing after the warm-up",
         "set --lr-warmup-fraction to less than 1",
     ),
     option_rule(
@@ -112,13 +110,7 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         "lr_wsd_decay_samples is not set, which lr_decay_style=WSD needs",
         "set --lr-wsd-decay-samples, or another --lr-decay-style",
     ),
-    option_rule(
-        "weight_decay",
-        always,
-        lambda f: f.weight_decay >= 0,
-        "weight_decay={weight_decay} is negative",
-        "set --weight-decay to 0 or more",
-    ),
+    value_rule("weight_decay", lambda w: w >= 0, "is negative", "set --weight-decay to 0 or more"),
     option_rule(
         "end_weight_decay",
         lambda f: None not in (f.start_weight_decay, f.end_weight_decay),
@@ -136,53 +128,52 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         "leave one of them out",
     ),
 )
-"""Requirements of megatron's ``OptimizerParamScheduler``."""
+
+SCHEDULE_RULES = tuple(map(_in_training, _SCHEDULE_RULES))
+"""Requirements of megatron's ``OptimizerParamScheduler``, which it asserts after it has built the
+model."""
 
 
 # Machine, data and files
 
 
-def _offloads_without_gpu(facts: Any) -> bool:
-    return bool(facts.fine_grained_activation_offloading) and not facts.has_gpu
-
-
-def _graphs_layers_without_gpu(facts: Any) -> bool:
-    # With packed sequences, the packing rules check layer graphs, with or without a GPU.
-    return not facts.has_gpu and facts.sequence_packing is None
+_without_gpu = Condition("without a GPU", lambda f: not f.has_gpu)
+_offloading_without_gpu = Condition(
+    "without a GPU", lambda f: not f.has_gpu and f.fine_grained_activation_offloading
+)
 
 
 def _graphs_are_off(option: str, off: Any) -> Rule:
     """Return a rule against layer graphs without a GPU, where only chunk graphs are emulated."""
     return unsupported(
         "without a GPU",
-        _graphs_layers_without_gpu,
+        # With packed sequences, the packing rules check layer graphs, with or without a GPU.
+        lambda f: not f.has_gpu and f.sequence_packing is None,
         option,
         "CUDA graphs are captured from a GPU's streams",
         f"set {option}={off}, or leave it out",
-        lambda facts: getattr(facts, option, None) in (None, False, off),
+        (None, False, off),
     )
 
 
+def _is_positive(value: Optional[int]) -> bool:
+    return value is not None and value > 0
+
+
 MACHINE_RULES: tuple[Rule, ...] = (
-    unsupported(
-        "without a GPU",
-        _offloads_without_gpu,
+    _offloading_without_gpu(
         "offload_engine",
         "megatron-core's engine is written for CUDA streams",
         "set offload_engine=slipstream",
-        lambda f: f.offload_engine == "slipstream",
+        ("slipstream",),
     ),
-    unsupported(
-        "without a GPU",
-        _offloads_without_gpu,
+    _offloading_without_gpu(
         "offload_backend",
         "there is no device memory to leave",
         "set offload_backend=auto or cpu",
-        lambda f: f.offload_backend != "cuda",
+        ("auto", "cpu", "cpu-lazy"),
     ),
-    unsupported(
-        "without a GPU",
-        lambda f: not f.has_gpu,
+    _without_gpu(
         "activation_memory_budget",
         "host memory stands in for the device's, and has no end of its own",
         "set the GiB that activations may use",
@@ -192,9 +183,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
     _graphs_are_off("enable_cuda_graph", False),
     _graphs_are_off("external_cuda_graph", False),
     _graphs_are_off("optimizer_cuda_graph", False),
-    unsupported(
-        "without a GPU",
-        lambda f: not f.has_gpu,
+    _without_gpu(
         "transformer_impl",
         "its kernels run on CUDA only",
         "set --transformer-impl local",
@@ -208,32 +197,24 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "set --eval-interval to the iterations between evaluations (with --eval-iters 0 there is "
         "none)",
     ),
-    option_rule(
+    value_rule(
         "train_iters",
-        lambda f: not (f.skip_train or f.train_samples),
-        lambda f: f.train_iters is not None and f.train_iters > 0,
-        "train_iters={train_iters} is no number of iterations to train",
+        _is_positive,
+        "is no number of iterations to train",
         "set --train-iters to 1 or more, or --train-samples",
+        lambda f: not (f.skip_train or f.train_samples),
     ),
-    option_rule(
-        "num_layers",
-        always,
-        lambda f: f.num_layers is None or f.num_layers > 0,
-        "num_layers={num_layers} is no number of layers",
-        "set --num-layers to 1 or more",
-    ),
-    option_rule(
+    value_rule("num_layers", _positive, "is no number of layers", "set --num-layers to 1 or more"),
+    value_rule(
         "vocab_size",
-        always,
-        lambda f: f.vocab_size is None or f.vocab_size > 0,
-        "vocab_size={vocab_size} is no number of tokens",
+        _positive,
+        "is no number of tokens",
         "set --vocab-size to 1 or more, or --tokenizer-json",
     ),
-    option_rule(
+    value_rule(
         "log_interval",
-        always,
-        lambda f: f.log_interval > 0,
-        "log_interval={log_interval} is not positive, and megatron-core divides by it",
+        _is_positive,
+        "is not positive, and megatron-core divides by it",
         "set --log-interval to 1 or more iterations",
     ),
     option_rule(
@@ -251,7 +232,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "transformer_impl",
         "megatron-core's own attention takes no packed sequences",
         "set --transformer-impl transformer_engine",
-        lambda f: f.transformer_impl == "transformer_engine",
+        ("transformer_engine",),
     ),
     unsupported(
         "without a GPU",
@@ -288,11 +269,10 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "training to evaluate before",
         "leave --eval-before-training out: --skip-train evaluates",
     ),
-    option_rule(
+    value_rule(
         "output_interval",
-        always,
-        lambda f: f.output_interval >= 0,
-        "output_interval={output_interval} is negative",
+        lambda iterations: iterations >= 0,
+        "is negative",
         "set 1 or more iterations, or 0 to write at the end only",
     ),
 )
@@ -309,7 +289,6 @@ STAYS = Rule(
     "leave them out, or capture other parts",
 )
 
-
 NO_EFFECT = Rule(
     "no-effect",
     "warning",
@@ -317,14 +296,12 @@ NO_EFFECT = Rule(
     "add --fine-grained-activation-offloading, or leave them out",
 )
 
-
 NO_EFFECT_ON_MEGATRON = Rule(
     "no-effect-on-megatron",
     "warning",
     "{names}: no effect with offload_engine=megatron, which has no such options",
     "set offload_engine=slipstream, or leave them out",
 )
-
 
 NO_FILES = Rule(
     "no-files",
@@ -334,7 +311,6 @@ NO_FILES = Rule(
     "out",
 )
 
-
 NOTHING_TO_MOVE = Rule(
     "nothing-to-move",
     "warning",
@@ -342,7 +318,6 @@ NOTHING_TO_MOVE = Rule(
     "stays",
     "set {needed} to move it",
 )
-
 
 REFUSED_BY_MEGATRON = Rule(
     "refused-by-megatron",

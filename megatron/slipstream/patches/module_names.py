@@ -8,8 +8,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron.slipstream.options.modules import check_own_modules, own_modules
-from megatron.slipstream.options.rules import require
+from megatron.slipstream.options.modules import OWN_MODULE_RULES, own_modules
+from megatron.slipstream.options.rules import check_rules, require
 
 _STAND_IN = "core_attn"
 """A module that every model has, for a configuration that names none of megatron-core's."""
@@ -27,7 +27,7 @@ def accept_own_modules(original: Callable[[Any], None]) -> Callable[[Any], None]
         if not own:
             original(config)
             return
-        require(check_own_modules(config))
+        require(check_rules(OWN_MODULE_RULES, config))
         given = config.offload_modules
         config.offload_modules = [name for name in given if name not in own] or [_STAND_IN]
         try:

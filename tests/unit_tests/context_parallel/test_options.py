@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Flags of dynamic context parallelism: incompatible options are refused."""
+"""Flags, limits and costs of dynamic context parallelism."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from typing import Any, get_type_hints
 import pytest
 
 from megatron.slipstream.context_parallel.limits import RankLimits, cost_model, rank_limits
-from megatron.slipstream.options import context_parallel as options_module
 from megatron.slipstream.options.context_parallel import (
-    DYNAMIC_RULES,
     ONE_SIZE,
     check_dynamic_context_parallel,
 )
 from megatron.slipstream.options.fields import DynamicContextParallelOptions, PackingOptions
-from megatron.slipstream.options.rules import require
 
 
 def arguments(**options: Any) -> SimpleNamespace:
@@ -35,53 +32,6 @@ def arguments(**options: Any) -> SimpleNamespace:
     return SimpleNamespace(**given | options)
 
 
-REFUSED: list[dict[str, Any]] = [
-    {"dynamic_context_parallel": False, "min_dynamic_context_parallel_size": 2},
-    {"dynamic_context_parallel": False, "max_dynamic_context_parallel_size": 2},
-    {"dynamic_context_parallel": False, "dynamic_context_parallel_verify": True},
-    {"sequence_packing": "greedy"},
-    {"calculate_per_token_loss": False},
-    {"cp_comm_type": ["p2p", "a2a"]},
-    {"cp_comm_type": "all_gather"},
-    {"hierarchical_context_parallel_sizes": [2, 4]},
-    {"mtp_num_layers": 1},
-    {"hybrid_layer_pattern": "*-/*-"},
-    {"cuda_graph_impl": "full_iteration"},
-    {"cuda_graph_impl": "local", "cuda_graph_granularity": "layer"},
-    {"use_megatron_fsdp": True},
-    {"fp8_dot_product_attention": True},
-    {"fp8_multi_head_attention": True},
-    {"min_dynamic_context_parallel_size": 3},
-    {"max_dynamic_context_parallel_size": 16},
-    {"min_dynamic_context_parallel_size": 4, "max_dynamic_context_parallel_size": 2},
-    {"position_embedding_type": "learned_absolute", "max_position_embeddings": 512},
-]
-
-ACCEPTED: list[dict[str, Any]] = [
-    {"cuda_graph_impl": "transformer_engine"},
-    {},
-    {"dynamic_context_parallel": False, "sequence_packing": None, "mtp_num_layers": 1},
-    {"cp_comm_type": ["p2p"], "hybrid_layer_pattern": "*-*E"},
-    {"cp_comm_type": "p2p", "dynamic_context_parallel_verify": True},
-    {"cuda_graph_granularity": "layer"},
-    {"cuda_graph_granularity": "chunk"},
-    {"cuda_graph_impl": "none", "cuda_graph_granularity": "chunk"},  # once they are prepared
-    {"min_dynamic_context_parallel_size": 2, "max_dynamic_context_parallel_size": 2},
-    {"position_embedding_type": "learned_absolute", "max_position_embeddings": 1024},
-    {"data_parallel_size": None, "max_dynamic_context_parallel_size": 16},
-]
-
-
-@pytest.mark.parametrize("options", REFUSED, ids=str)
-def test_what_dynamic_context_parallelism_does_not_go_with_is_refused(
-    options: dict[str, Any],
-) -> None:
-    with pytest.raises(ValueError, match="=.*; (set|leave)") as caught:
-        require(check_dynamic_context_parallel(arguments(**options)))
-    assert "{" not in str(caught.value)
-    assert any(option in str(caught.value) for option in options)
-
-
 @pytest.mark.parametrize("data_parallel_size", [1, 3, 7])
 def test_a_number_of_ranks_that_no_size_divides_is_warned_of(data_parallel_size: int) -> None:
     (finding,) = check_dynamic_context_parallel(arguments(data_parallel_size=data_parallel_size))
@@ -92,26 +42,6 @@ def test_a_number_of_ranks_that_no_size_divides_is_warned_of(data_parallel_size:
     even = arguments(data_parallel_size=data_parallel_size + 1)
     for cured in (chosen, even):
         assert check_dynamic_context_parallel(cured) == []
-
-
-def is_refused(options: dict[str, Any]) -> bool:
-    try:
-        require(check_dynamic_context_parallel(arguments(**options)))
-    except ValueError:
-        return True
-    return False
-
-
-@pytest.mark.parametrize("index", range(len(DYNAMIC_RULES)))
-def test_no_rule_is_there_for_nothing(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = (*DYNAMIC_RULES[:index], *DYNAMIC_RULES[index + 1 :])
-    monkeypatch.setattr(options_module, "DYNAMIC_RULES", others)
-    assert not all(map(is_refused, REFUSED))
-
-
-@pytest.mark.parametrize("options", ACCEPTED, ids=str)
-def test_what_it_goes_with_is_accepted(options: dict[str, Any]) -> None:
-    require(check_dynamic_context_parallel(arguments(**options)))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from megatron.slipstream.integration.entry.model_arguments import configured_by_
 from megatron.slipstream.integration.entry.validation import parse_and_validate
 from megatron.slipstream.options import rules
 from megatron.slipstream.options.fields import OffloadConfig
-from megatron.slipstream.options.rules import Finding
+from megatron.slipstream.options.rules import Rule
 from megatron.slipstream.patches import releases
 
 pytestmark = pytest.mark.skipif(
@@ -213,16 +213,12 @@ def test_every_dataset_is_looked_at(tmp_path: Path) -> None:
     assert [e[: len(b)] for e, b in zip(errors, beginnings, strict=True)] == beginnings
 
 
-def _check_of_tomorrow(_: object) -> list[Finding]:
-    return [Finding("error", "a check of tomorrow", "cure", "tomorrow")]
-
-
-@pytest.mark.parametrize("checks_name", ["OPTION_CHECKS", "RUN_CHECKS"])
-def test_a_check_in_the_list_is_one_of_training_doctor_and_plan(
-    checks_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("table", ["EXPERT_RULES", "MACHINE_RULES"])
+def test_a_rule_in_a_table_is_one_of_training_doctor_and_plan(
+    table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_today = getattr(checks, checks_name)
-    monkeypatch.setattr(checks, checks_name, (*of_today, _check_of_tomorrow))
+    always_broken = Rule("tomorrow", "error", "a check of tomorrow", "cure")
+    monkeypatch.setattr(checks, table, (*getattr(checks, table), always_broken))
     result = check(tmp_path, [*MODEL, *MOCK])
     assert result["errors"] == ["a check of tomorrow; cure"]
 
@@ -238,7 +234,7 @@ def test_a_check_in_the_list_is_one_of_training_doctor_and_plan(
 
     assert error_of(parse_and_validate) == "a check of tomorrow; cure"
     # A plan is made for another machine.
-    is_of_plan = checks_name == "OPTION_CHECKS"
+    is_of_plan = table == "EXPERT_RULES"
     assert error_of(configured_by_flags) == ("a check of tomorrow; cure" if is_of_plan else "")
 
 
@@ -302,7 +298,7 @@ def former_flags() -> list[str]:
 
 def has_gpu_and_te(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the checks of a machine, which refuse CUDA graphs."""
-    monkeypatch.setattr(checks, "RUN_CHECKS", ())
+    monkeypatch.setattr(checks, "check_run", lambda _: [])
 
 
 def test_a_warning_is_the_same_for_an_option_by_a_former_name(

@@ -13,7 +13,6 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
 from typing import Optional, Union
 
 import torch
@@ -31,16 +30,10 @@ from megatron.slipstream.integration.attach.names import Match, Pattern, find_mo
 from megatron.slipstream.integration.record.run_metadata import environment, settings
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.options.config_file import config_from_environment, log_settings
+from megatron.slipstream.options.engine import ATTACH_RULES
 from megatron.slipstream.options.fields import OffloadConfig, check_is_config, check_type
 from megatron.slipstream.options.model import MODEL_RULES
-from megatron.slipstream.options.rules import (
-    Rule,
-    always,
-    check_rules,
-    is_one_of,
-    require,
-    unsupported,
-)
+from megatron.slipstream.options.rules import check_rules, require
 from megatron.slipstream.patches import patching, table
 from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.plan import files
@@ -51,46 +44,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_MIN_NUMEL = 1024 * 1024
 """megatron-core's default."""
 
-
-ATTACH_RULES: tuple[Rule, ...] = (
-    unsupported(
-        "with attach()",
-        always,
-        "offload_engine",
-        "that engine knows megatron-core's layers only",
-        "set offload_engine=slipstream",
-        is_one_of("offload_engine", ("slipstream",)),
-    ),
-    unsupported(
-        "with attach()",
-        always,
-        "offload_report_path",
-        "it cannot see when training ends",
-        "leave it out and call report().save(path)",
-    ),
-    unsupported(
-        "with attach()",
-        always,
-        "offload_trace_path",
-        "it cannot see when training ends",
-        "leave it out and call save_trace(path)",
-    ),
-    unsupported(
-        "with attach()",
-        always,
-        "offload_checkpoint_inputs",
-        "the inputs that checkpoints of the chosen modules keep always move",
-        "leave it out",
-    ),
-    unsupported(
-        "with attach()",
-        always,
-        "activation_memory_budget",
-        "only megatron-core's layers can be told what to recompute",
-        "leave it out, or set offload_target_memory_gib",
-    ),
-)
-"""Requirements on an :class:`OffloadConfig` that is given to :func:`attach`."""
 
 _OWN_OPTIONS = ("min_offloaded_tensor_size", "activation_offload_fraction")
 
@@ -142,11 +95,11 @@ def attach(
     require(check_rules(ATTACH_RULES, config))
     check_type("min_offloaded_tensor_size", min_offloaded_tensor_size, int)
     check_type("activation_offload_fraction", activation_offload_fraction, float)
-    own = SimpleNamespace(
-        fine_grained_activation_offloading=True,
-        min_offloaded_tensor_size=min_offloaded_tensor_size,
-        activation_offload_fraction=activation_offload_fraction,
-    )
+    own = {
+        "fine_grained_activation_offloading": True,
+        "min_offloaded_tensor_size": min_offloaded_tensor_size,
+        "activation_offload_fraction": activation_offload_fraction,
+    }
     require(check_rules((rule for rule in MODEL_RULES if rule.name in _OWN_OPTIONS), own))
     if isinstance(patterns, (str, bytes, type, torch.nn.Module)) or not isinstance(
         patterns, Iterable

@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
 from megatron.slipstream.integration.entry.flag_names import given_flags
-from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
 from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.options import datasets, preflight
 from megatron.slipstream.options.budget import BUDGET_RULES
-from megatron.slipstream.options.chunk_graphs import check_chunk_graphs
+from megatron.slipstream.options.chunk_graphs import CHUNK_GRAPH_RULES
 from megatron.slipstream.options.context_parallel import check_dynamic_context_parallel
-from megatron.slipstream.options.experts import check_experts
-from megatron.slipstream.options.fields import RULES, OffloadConfig, OffloadOptions
+from megatron.slipstream.options.engine import RULES
+from megatron.slipstream.options.experts import EXPERT_RULES
+from megatron.slipstream.options.facts import Facts
+from megatron.slipstream.options.fields import OffloadConfig, OffloadOptions
 from megatron.slipstream.options.model import (
     CHECKPOINT_RULES,
     check_model_options,
@@ -36,36 +36,43 @@ from megatron.slipstream.options.model import (
     moves_in_layer_graphs,
 )
 from megatron.slipstream.options.packing import check_corpora, check_packing
-from megatron.slipstream.options.rules import (
-    Finding,
-    check_by,
-    check_rules,
-    finding_of,
-)
-from megatron.slipstream.options.tiles import check_tiles
+from megatron.slipstream.options.rules import Finding, check_by, check_rules, finding_of
+from megatron.slipstream.options.tiles import TILE_RULES
 from megatron.slipstream.options.training import (
     MACHINE_RULES,
     NO_EFFECT,
     NO_EFFECT_ON_MEGATRON,
     NO_FILES,
     NOTHING_TO_MOVE,
+    SCHEDULE_RULES,
     STAYS,
-    check_schedule,
 )
-
-OptionCheck = Callable[[Any], list[Finding]]
-"""A check of parsed arguments."""
 
 
 def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
     """Return findings about parsed options, on any machine; ``argv`` are their flags."""
-    findings = _of_all(OPTION_CHECKS, args)
-    return findings + unused_flags(args, argv) + _unused_interval(args, argv)
+    has_gpu = torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability() if has_gpu else None
+    facts = Facts(args, has_gpu=has_gpu, capability=capability)
+    return [
+        *compat.check_release(facts),
+        *check_model_options(facts),
+        *check_rules((*CHECKPOINT_RULES, *BUDGET_RULES, *RULES), facts),
+        *check_packing(facts),
+        *check_dynamic_context_parallel(facts),
+        *check_rules((*EXPERT_RULES, *TILE_RULES, *CHUNK_GRAPH_RULES), facts),
+        *_check_what_moves(facts),
+        *check_options_in_graphs(facts),
+        *unused_flags(args, argv),
+        *_unused_interval(args, argv),
+    ]
 
 
 def check_run(args: Any) -> list[Finding]:
     """Return findings that prevent training on this machine: devices, data, files."""
-    return _of_all(RUN_CHECKS, args)
+    facts = Facts(args, has_gpu=torch.cuda.is_available())
+    findings = check_rules((*MACHINE_RULES, *SCHEDULE_RULES), facts)
+    return findings + _check_data(args) + _check_outputs(args)
 
 
 def check_process(args: Any, facts: preflight.Facts) -> list[Finding]:
@@ -74,52 +81,20 @@ def check_process(args: Any, facts: preflight.Facts) -> list[Finding]:
     return findings + (preflight.check_graphs(facts) if moves_in_layer_graphs(args) else [])
 
 
-def _of_all(checks: Sequence[OptionCheck], args: Any) -> list[Finding]:
-    return [finding for check in checks for finding in check(args)]
-
-
 # Options
 
 
-def _check_model_options(args: Any) -> list[Finding]:
-    """Check megatron's offloading options, under their names in ``TransformerConfig``."""
-    facts = SimpleNamespace(**{**defaults_of_later_options(), **vars(args)})
-    facts.num_moe_experts = args.num_experts
-    facts.cpu_offloading = args.cpu_offloading_num_layers > 0
-    return check_model_options(facts) + check_rules((*CHECKPOINT_RULES, *BUDGET_RULES), facts)
-
-
-def _check_experts(args: Any) -> list[Finding]:
-    has_gpu = torch.cuda.is_available()
-    return check_experts(args, torch.cuda.get_device_capability() if has_gpu else None)
-
-
-def _check_what_moves(args: Any) -> list[Finding]:
-    if not args.fine_grained_activation_offloading:
+def _check_what_moves(facts: Facts) -> list[Finding]:
+    if not facts.fine_grained_activation_offloading:
         return []
-    names = modules_at_the_edge_of_graphs(args)
+    names = modules_at_the_edge_of_graphs(facts)
     findings = [STAYS.found(names=", ".join(names))] if names else []
-    is_own = args.offload_engine == "slipstream"
-    if args.recompute_granularity == "full" and not (is_own and args.offload_checkpoint_inputs):
+    is_own = facts.offload_engine == "slipstream"
+    if facts.recompute_granularity == "full" and not (is_own and facts.offload_checkpoint_inputs):
         needed = "offload_checkpoint_inputs=True"
         needed = needed if is_own else f"offload_engine=slipstream and {needed}"
         findings.append(NOTHING_TO_MOVE.found(needed=needed))
     return findings
-
-
-OPTION_CHECKS: tuple[OptionCheck, ...] = (
-    compat.check_release,
-    _check_model_options,
-    partial(check_rules, RULES),
-    check_packing,
-    check_dynamic_context_parallel,
-    _check_experts,
-    check_tiles,
-    lambda args: check_chunk_graphs(args, torch.cuda.is_available()),
-    _check_what_moves,
-    lambda args: check_options_in_graphs(args, torch.cuda.is_available()),
-)
-"""All checks of options, in the order in which training runs them."""
 
 
 def unused_flags(args: Any, argv: Sequence[str]) -> list[Finding]:
@@ -148,11 +123,6 @@ def _unused_interval(args: Any, argv: Sequence[str]) -> list[Finding]:
         return []
     is_given = "--output-interval" in given_flags(argv)
     return [NO_FILES.found(interval=args.output_interval)] if is_given else []
-
-
-def _check_machine(args: Any) -> list[Finding]:
-    facts = SimpleNamespace(**vars(args), has_gpu=torch.cuda.is_available())
-    return check_rules(MACHINE_RULES, facts)
 
 
 def _check_data(args: Any) -> list[Finding]:
@@ -201,6 +171,3 @@ def _check_outputs(args: Any) -> list[Finding]:
     for option, path in paths.items():
         findings += check_by(partial(require_writable, option, path), option)
     return findings
-
-
-RUN_CHECKS: tuple[OptionCheck, ...] = (_check_machine, check_schedule, _check_data, _check_outputs)

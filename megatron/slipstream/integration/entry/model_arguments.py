@@ -35,6 +35,7 @@ from megatron.slipstream.integration.entry import dry_run, validation
 from megatron.slipstream.integration.entry.checks import check_options
 from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
 from megatron.slipstream.options import preflight
+from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.options.modules import OF_LATENT_ATTENTION, OUTSIDE_LAYERS
 from megatron.slipstream.options.rules import (
@@ -42,7 +43,6 @@ from megatron.slipstream.options.rules import (
     Rule,
     always,
     check_rules,
-    facts_of,
     is_one_of,
     option_rule,
     require,
@@ -136,11 +136,10 @@ def _as_with_transformer_engine(args: Any) -> Iterator[dict[str, Any]]:
         utils._te_version = before
 
 
-def _facts(args: Any, config: Any, state_gib: Optional[float]) -> SimpleNamespace:
+def _facts(args: Any, config: Any, state_gib: Optional[float]) -> Facts:
     """Return options by name: the configuration's if set, else the arguments'."""
     of_config = {name: value for name, value in vars(config).items() if value}
-    merged = SimpleNamespace(**{**vars(args), **of_config, "state_gib": state_gib})
-    return facts_of(merged, PLAN_RULES, (), {"cuda_graph_impl": "none", "num_moe_experts": None})
+    return Facts(args, of_config, state_gib=state_gib)
 
 
 _unsupported = partial(unsupported, "with a plan from flags", always)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -46,8 +45,8 @@ from megatron.slipstream.experts.capacity import (
 from megatron.slipstream.experts.fixed_exchange import FixedExchange
 from megatron.slipstream.experts.grouped_linear import grouped_linear
 from megatron.slipstream.integration.seam.specs import replace_classes
-from megatron.slipstream.options.experts import check_experts
-from megatron.slipstream.options.rules import require
+from megatron.slipstream.options.experts import EXPERT_RULES
+from megatron.slipstream.options.rules import check_rules, require
 
 
 class RowsOfExperts(NamedTuple):
@@ -355,13 +354,13 @@ class SyncFreeExpertsLayer(MoELayer):
     def __init__(
         self, config: Any, *arguments: Any, pg_collection: Any = None, **options: Any
     ) -> None:
-        own = {
+        has_gpu = torch.cuda.is_available()
+        own: dict[str, Any] = {
             "moe_sync_free_experts": True,
             "moe_sync_free_capacity_factor": self.capacity_factor,
+            "capability": torch.cuda.get_device_capability() if has_gpu else None,
         }
-        facts = SimpleNamespace(**{**vars(config), **own})
-        has_gpu = torch.cuda.is_available()
-        require(check_experts(facts, torch.cuda.get_device_capability() if has_gpu else None))
+        require(check_rules(EXPERT_RULES, config, **own))
         if pg_collection is None:
             pg_collection = get_default_pg_collection()
         super().__init__(config, *arguments, pg_collection=pg_collection, **options)

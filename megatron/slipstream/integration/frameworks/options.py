@@ -21,11 +21,11 @@ import dataclasses
 import difflib
 import logging
 from collections.abc import Iterable, Mapping
-from types import SimpleNamespace
 from typing import Any, Optional
 
 from pydantic import TypeAdapter, ValidationError
 
+from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.fields import DEFAULTS, MODULES, SWITCH, OffloadOptions
 from megatron.slipstream.options.model import check_model_options
 from megatron.slipstream.options.modules import own_modules
@@ -93,7 +93,7 @@ def to_transformer_overrides(
     if given.get(SWITCH):
         # Not the configuration's own list: enabling offloading requires naming the modules.
         effective[MODULES] = given.get(MODULES, [])
-    require(check_model_options(SimpleNamespace(**{**vars(model_facts), **effective})))
+    require(check_model_options(Facts(model_facts, effective)))
     return overrides
 
 
@@ -151,7 +151,7 @@ def revalidate(config: Any) -> None:
         ValueError: A rule is violated.
     """
     facts = ModelFacts.of(config)
-    require(check_model_options(SimpleNamespace(**{**vars(facts), **DEFAULTS, **facts.options})))
+    require(check_model_options(Facts(facts, DEFAULTS, facts.options)))
     if own_modules(config):
         from megatron.slipstream.patches import table
 

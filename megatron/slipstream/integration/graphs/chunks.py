@@ -16,7 +16,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
@@ -50,9 +49,10 @@ from megatron.slipstream.integration.graphs.schedules import chunk_slots
 from megatron.slipstream.integration.packed.context_parallel_groups import context_parallel_groups
 from megatron.slipstream.integration.seam.model_router import installed, marks_go_to
 from megatron.slipstream.launcher import rank
-from megatron.slipstream.options.chunk_graphs import check_chunk_graphs
+from megatron.slipstream.options.chunk_graphs import CHUNK_GRAPH_RULES
+from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.model import check_options_in_graphs
-from megatron.slipstream.options.rules import require, warn_once
+from megatron.slipstream.options.rules import check_rules, require, warn_once
 from megatron.slipstream.patches import exchanged_tensors, table
 from megatron.slipstream.patches.patching import applied, replace_on
 from megatron.slipstream.patches.table import Feature
@@ -127,15 +127,13 @@ def replay_chunks(
     config = get_attr_wrapped_model(chunks[0], "config")
     asked = {
         "cuda_graph_granularity": "chunk",
-        "num_experts": config.num_moe_experts,
         "moe_sync_free_experts": all(map(_is_sync_free, chunks)),
     }
-    facts = SimpleNamespace(**{**vars(config), **asked})
-    require(check_chunk_graphs(facts, torch.cuda.is_available()))
+    facts = Facts(config, asked, has_gpu=torch.cuda.is_available())
+    require(check_rules(CHUNK_GRAPH_RULES, facts))
     manager = installed()
     if manager is not None:
-        facts = SimpleNamespace(**{**vars(facts), **vars(manager.config)})
-        warn_once(check_options_in_graphs(facts, torch.cuda.is_available()))
+        warn_once(check_options_in_graphs(Facts(facts, manager.config)))
     if config.fp8:
         for chunk in chunks:
             quantize_weights_in_every_pass(get_attr_wrapped_model(chunk, "decoder"))

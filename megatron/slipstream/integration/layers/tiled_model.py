@@ -19,7 +19,6 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -30,9 +29,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.integration.seam.layer_classes import convert
 from megatron.slipstream.launcher import rank
+from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.fields import TileOptions
-from megatron.slipstream.options.rules import require
-from megatron.slipstream.options.tiles import check_tiles
+from megatron.slipstream.options.rules import check_rules, require
+from megatron.slipstream.options.tiles import TILE_RULES
 from megatron.slipstream.patches.marks import run_in_a_group
 from megatron.slipstream.plan import tiles
 from megatron.slipstream.plan.tiles import Tiling
@@ -64,7 +64,7 @@ def with_tiles(
     options = options or TileOptions(loss_sequence_tiles="auto", mlp_sequence_tiles="auto")
     lines: list[str] = []
     for model in _models_in(chunks):
-        require(check_tiles(SimpleNamespace(**{**vars(model.config), **vars(options)})))
+        require(check_rules(TILE_RULES, Facts(model.config, options)))
         if hasattr(model, "tile_options"):
             raise ValueError(
                 "with_tiles() is not supported with a model that it has divided because its tiles "

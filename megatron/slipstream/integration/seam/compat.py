@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NoReturn, Optional
 
 import torch
@@ -203,9 +202,9 @@ RELEASE_RULES: tuple[Rule, ...] = (
 """Rules against options of later releases that the installed one does not support."""
 
 
-def check_release(args: Any) -> list[Finding]:
+def check_release(options: Any) -> list[Finding]:
     """Return findings about parsed options that the installed release does not support."""
-    return check_rules(RELEASE_RULES, SimpleNamespace(**vars(args), release=release()))
+    return check_rules(RELEASE_RULES, options, release=release())
 
 
 # Training

@@ -24,7 +24,8 @@ from megatron.slipstream.integration import install
 from megatron.slipstream.integration.attach.handle import attach
 from megatron.slipstream.integration.entry import checks, dry_run
 from megatron.slipstream.options.fields import OffloadConfig, OffloadOptions
-from megatron.slipstream.options.rules import Finding
+from megatron.slipstream.options.rules import Finding, check_rules
+from megatron.slipstream.options.training import MACHINE_RULES
 from tools.option_modes import OF_ENGINE, TABLE, Effect, Mode, effect
 
 TESTS = Path(__file__).parents[1]
@@ -94,8 +95,7 @@ TESTED_BY = {
     "test_the_loss_of_a_batch_is_that_of_its_documents_one_by_one",
     "thd_max_packed_sequences": "packed_sequences/test_batch.py::"
     "test_more_than_the_limits_allow_is_refused",
-    "thd_max_tokens": "packed_sequences/test_options.py::"
-    "test_what_packing_does_not_go_with_is_refused",
+    "thd_max_tokens": "options/test_rules.py::test_what_goes_together",
     "dynamic_context_parallel": "integration/test_dynamic_context_parallel.py::"
     "test_documents_train_alike_in_groups_of_any_size",
     "min_dynamic_context_parallel_size": "integration/test_dynamic_batches.py::"
@@ -116,8 +116,8 @@ TESTED_BY = {
     "test_figures_of_replays_are_those_of_the_iteration",
     "tokenizer_json": "integration/test_training_errors.py::test_training_with_a_tokenizer_file",
     "megatron_output_path": "integration/test_megatron_output.py::test_a_dash_shows_it",
-    "eval_before_training": "integration/test_training_errors.py::"
-    "test_a_mistake_is_one_line_that_names_option_and_cure",
+    "eval_before_training": "options/test_rules.py::"
+    "test_a_rule_refuses_what_breaks_it_and_accepts_its_cures",
     "run_record_path": "integration/test_run_files.py::"
     "test_the_files_are_there_however_a_training_ends",
     "output_interval": "integration/test_run_files.py::"
@@ -144,7 +144,7 @@ def check(args: Any, words: list[str], has_gpu: bool) -> list[Finding]:
     try:
         findings = checks.check_options(args, words)
         # A pretended GPU has no driver to ask.
-        return findings if has_gpu else findings + checks._check_machine(args)
+        return findings if has_gpu else findings + check_rules(MACHINE_RULES, args, has_gpu=False)
     finally:
         torch.cuda.is_available = lambda: False
 

@@ -13,17 +13,10 @@ from pathlib import Path
 
 import pytest
 from megatron.core.transformer import TransformerConfig
+from rule_cases import TABLES
 
-from megatron.slipstream.integration.attach.handle import ATTACH_RULES
-from megatron.slipstream.integration.entry import model_arguments
-from megatron.slipstream.options import chunk_graphs, experts, training
-from megatron.slipstream.options.budget import BUDGET_RULES
-from megatron.slipstream.options.context_parallel import DYNAMIC_RULES
-from megatron.slipstream.options.fields import RULES, OffloadConfig
-from megatron.slipstream.options.model import CHECKPOINT_RULES, GRAPH_RULES, MODEL_RULES
-from megatron.slipstream.options.packing import PACKING_RULES
-from megatron.slipstream.options.rules import Rule
-from megatron.slipstream.options.tiles import TILE_RULES
+from megatron.slipstream.integration.entry.model_arguments import PLAN_RULES
+from megatron.slipstream.options.facts import DEFAULTS, Facts
 from megatron.slipstream.patches import releases
 
 PACKAGE = Path(__file__).parents[3] / "megatron" / "slipstream"
@@ -57,6 +50,9 @@ NO_OPTIONS = {
     "finalize": "a method of Megatron-Bridge's providers",
     "hint_for_unknown": "an attribute of a parser of our command line",
     "unpack_hook": "of a saved tensor",
+    "has_gpu": "a fact of the machine",
+    "capability": "a fact of the GPU",
+    "data_parallel_size": "megatron's validation sets it",
 }
 
 
@@ -74,6 +70,13 @@ def read_by_name() -> Iterator[tuple[str, str]]:
                     ],
                 ) if holder in HOLDERS:
                     yield str(path.relative_to(PACKAGE)), name
+                # Facts have every attribute; those of the process are a class of their own.
+                case ast.Attribute(value=ast.Name(id="f" | "facts"), attr=name) if (
+                    path.parent.name == "options"
+                    and path.name != "preflight.py"
+                    and not hasattr(Facts, name)
+                ):
+                    yield str(path.relative_to(PACKAGE)), name
 
 
 FOUND = sorted(set(read_by_name()))
@@ -83,37 +86,21 @@ FOUND = sorted(set(read_by_name()))
 @pytest.mark.parametrize("file, name", FOUND)
 def test_an_option_that_may_be_absent_is_one_of_the_newest_release(file: str, name: str) -> None:
     assert name in options() or name in NO_OPTIONS
-    if file == "options/model.py" and name not in {"cuda_graph_granularity", *NO_OPTIONS}:
-        # Its facts may be a model's configuration alone.
-        own = {field.name for field in dataclasses.fields(OffloadConfig)}
-        assert name in OF_MODELS | own
+
+
+def test_a_default_is_of_an_option() -> None:
+    assert DEFAULTS.keys() - options() - set(NO_OPTIONS) == set()
 
 
 def test_options_are_found() -> None:
     assert len(FOUND) > 15
 
 
-TABLES = {
-    "offload": RULES,
-    "model": MODEL_RULES,
-    "checkpoints": CHECKPOINT_RULES,
-    "budget": BUDGET_RULES,
-    "graphs": GRAPH_RULES,
-    "attach": ATTACH_RULES,
-    "machine": training.MACHINE_RULES,
-    "chunk graphs": chunk_graphs.CHUNK_GRAPH_RULES,
-    "packing": PACKING_RULES,
-    "dynamic": DYNAMIC_RULES,
-    "experts": experts.EXPERT_RULES,
-    "tiles": TILE_RULES,
-    "plan": model_arguments.PLAN_RULES,
-}
-
-
 @pytest.mark.skipif(not releases.models_pass_their_rank(), reason="options of the newest release")
-@pytest.mark.parametrize("table", TABLES)
-def test_a_rule_is_about_an_option_that_there_is(table: str) -> None:
-    """``facts_of`` makes None of an option that nothing has, so its rule would never speak."""
-    rules: tuple[Rule, ...] = TABLES[table]
-    others = {*chunk_graphs._OTHER_NAMES.values(), *experts._OTHER_NAMES.values(), "capability"}
-    assert {rule.name for rule in rules} - options() - others - set(NO_OPTIONS) == set()
+def test_a_rule_is_about_an_option_that_there_is() -> None:
+    """Facts make None of an option that nothing has, so its rule would never speak."""
+    names = {rule.name for rule in PLAN_RULES}
+    for table in TABLES.values():
+        names |= {rule.name for rule in table.rules}
+        names |= {name for case in table.cases for name in case.broken}
+    assert names - options() - set(NO_OPTIONS) == set()
