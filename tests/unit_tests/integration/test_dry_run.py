@@ -340,7 +340,7 @@ def test_variables_are_as_before_whatever_was_done_to_them(
 def test_nothing_is_heard_of_what_megatron_says(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with dry_run._quiet():
+    with dry_run.as_in_training():
         print("a table")
         print("a complaint", file=sys.stderr)
         warnings.warn("a warning", stacklevel=1)

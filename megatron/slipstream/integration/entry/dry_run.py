@@ -114,9 +114,6 @@ def _named(text: str) -> set[str]:
     return {word for word in re.findall(r"\w+", text) if "_" in word}
 
 
-# The process
-
-
 @contextlib.contextmanager
 def as_in_training(**variables: str) -> Iterator[None]:
     """Run megatron's code as in training, without output or lasting environment variables.
@@ -125,25 +122,12 @@ def as_in_training(**variables: str) -> Iterator[None]:
         variables: Environment variables that a launcher sets in addition to the usual ones.
     """
     usual = {"NVTE_CPU_OFFLOAD_V1": "1", "RANK": "0", "WORLD_SIZE": "1"}
-    before = dict(os.environ)
+    before, level, sink = dict(os.environ), logging.root.manager.disable, io.StringIO()
     for name, value in {**usual, **variables}.items():
         os.environ.setdefault(name, value)
-    try:
-        with _quiet():
-            yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence prints, warnings and logs: megatron's warnings concern a real training."""
-    level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    sink = io.StringIO()
     try:
+        # Megatron's warnings concern a real training.
         with (
             warnings.catch_warnings(action="ignore"),
             contextlib.redirect_stdout(sink),
@@ -152,3 +136,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
