@@ -8,6 +8,7 @@ const MIN_VIEW = 1 / 2000; // Fraction of the iteration.
 const GUTTER = 76, LANE = 30, LANE_PITCH = 38, PASSES = 18, AXIS = 20, MEMORY = 230; // Pixels.
 const STALL_RISE = 3; // Pixels above and below the lane, so that colour is not a stall's only mark.
 const PIXELS_PER_CHARACTER = 6.6;
+const MIN_PIXELS = 0.3; // A bar that adds less to the last one of its colour is not seen.
 const MIN_PIXELS_LINED = 12; // Lines between narrower bars would hide the bars.
 const SHORT_ROWS = 200; // As in page.css.
 
@@ -150,15 +151,15 @@ class Charts {
     const { lanes, passes, pixels } = this, height = PASSES + lanes.length * LANE_PITCH;
     const lines = passes.map((pass) => `M${this.x(pass.start)} ${PASSES}V${height}`).join("");
     // A partly visible pass has its name in the middle of the visible part.
-    const names = passes.map(({ start, end, name }) => this.label(start, end, 13, name)).filter(Boolean);
+    const names = passes.map(({ start, end, name }) => this.label(this.x(start), this.x(end), 13, name)).filter(Boolean);
     const drawn = lanes.flatMap((lane, row) => this.laneShapes(lane, PASSES + row * LANE_PITCH));
     const texts = lanes.map((lane, row) => [lane.name, PASSES + row * LANE_PITCH + LANE / 2 + 5]);
     this.frame(this.timeline, height, texts, [svg("path", { class: "pass-line", d: lines }), ...names, ...drawn]);
   }
 
   // A text in the middle of an interval's visible part, if it fits.
-  label(start, end, y, text, name = "") {
-    const left = Math.max(0, this.x(start)), right = Math.min(this.pixels, this.x(end));
+  label(left, right, y, text, name = "") {
+    [left, right] = [Math.max(0, left), Math.min(this.pixels, right)];
     if (right - left < (text.length + 0.6) * PIXELS_PER_CHARACTER) return null;
     return svg("text", { x: (left + right) / 2, y, "text-anchor": "middle", class: name }, text);
   }
@@ -166,20 +167,23 @@ class Charts {
   laneShapes({ bars, waits, areWindows }, y) {
     const { owners, colours, betweenGroups } = this;
     const [first, last] = this.visible(bars.start);
-    const paths = {}, labels = [], picked = [];
+    const paths = {}, drawnTo = {}, labels = [], picked = [];
     for (let i = first; i <= last; i++) {
-      const owner = bars.owner[i], start = bars.start[i], end = start + bars.length[i];
+      const owner = bars.owner[i], left = this.x(bars.start[i]), right = this.x(bars.start[i] + bars.length[i]);
       const colour = betweenGroups.includes(bars.kind[i]) ? "other" : `m${colours[owner]}`;
-      paths[colour] = (paths[colour] ?? "") + this.rectangle(start, end, y);
-      if (owner === this.chosen) picked.push(svg("path", { class: "picked", d: this.rectangle(start, end, y) }));
+      if (owner === this.chosen) picked.push(svg("path", { class: "picked", d: this.rectangle(left, right, y) }));
+      if (right < drawnTo[colour] + MIN_PIXELS) continue;
+      drawnTo[colour] = right;
+      paths[colour] = (paths[colour] ?? "") + this.rectangle(left, right, y);
+      if (right - left < 3 * PIXELS_PER_CHARACTER) continue;
       const short = owners[owner].split(".", 2).join(".");
-      const text = [owners[owner], short].map((name) => this.label(start, end, y + 19, name, colour)).find(Boolean);
+      const text = [owners[owner], short].map((name) => this.label(left, right, y + 19, name, colour)).find(Boolean);
       if (text) labels.push(text);
     }
     const [firstWait, lastWait] = this.visible(waits.start);
     let wait = "";
     for (let i = firstWait; i <= lastWait; i++) {
-      wait += this.rectangle(waits.start[i], waits.start[i] + waits.length[i], y, STALL_RISE);
+      wait += this.rectangle(this.x(waits.start[i]), this.x(waits.start[i] + waits.length[i]), y, STALL_RISE);
     }
     const isLined = this.pixels > MIN_PIXELS_LINED * (last - first);
     const kind = `bar${areWindows ? " window" : ""}${isLined ? " lined" : ""}`;
@@ -197,9 +201,9 @@ class Charts {
     return [Math.max(0, lastUpTo(starts, from) - 8), lastUpTo(starts, from + this.width * this.total)];
   }
 
-  rectangle(start, end, y, rise = 0) {
-    const left = clamp(this.x(start), -9, this.pixels + 9), right = clamp(this.x(end), -9, this.pixels + 9);
-    return `M${left.toFixed(2)} ${y - rise}H${right.toFixed(2)}v${LANE + 2 * rise}H${left.toFixed(2)}z`;
+  rectangle(left, right, y, rise = 0) {
+    const [from, to] = [left, right].map((x) => clamp(x, -9, this.pixels + 9).toFixed(2));
+    return `M${from} ${y - rise}H${to}v${LANE + 2 * rise}H${from}z`;
   }
 
   drawMemory() {
