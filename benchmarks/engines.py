@@ -144,7 +144,7 @@ def behind_the_seam(manager: Any, chunks: Chunks = ()) -> Iterator[None]:
         manager: The engine; None for none.
         chunks: The chunks that run inside the context.
     """
-    from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+    from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
     from megatron.slipstream.integration.seam.p2p_sync import disable_p2p_host_sync
     from megatron.slipstream.patches import table
     from megatron.slipstream.patches.table import Feature

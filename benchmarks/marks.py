@@ -23,17 +23,18 @@ MANAGER_METHODS = (
     "init_model_chunk_offload_handler",
     "pop_forward_chunk",
     "cur_forward_chunk",
-    "mark_backward_end",
-    "end_group",
     "start_on",
     "end_on",
-    "mark_output",
-    "mark_gradient",
     "__enter__",
     "__exit__",
     "flush_delayed_groups",
     "reset",
 )
+ENGINE_METHODS = (
+    *("start", "enter", "leave", "end", "use_group", "end_group"),
+    *("mark_output", "mark_gradient"),
+)
+"""Methods of our engine that hooks on modules and autograd call."""
 MARK_METHODS = (
     "on_group_start_forward",
     "on_group_commit_forward",
@@ -68,7 +69,8 @@ class HostTimes:
     @property
     def num_groups(self) -> int:
         """Number of groups in the iteration."""
-        return self.calls["end_on"] or self.calls["on_group_commit_forward"]
+        ended = self.calls["end_on"] + self.calls["end"]
+        return ended or self.calls["on_group_commit_forward"]
 
     @property
     def us_per_call(self) -> dict[str, float]:
@@ -79,7 +81,12 @@ class HostTimes:
     def watching(self, manager: Any, mark_class: type) -> Iterator[None]:
         """Time the engine's methods that layers, schedules and autograd call."""
         with contextlib.ExitStack() as stack:
-            for owner, names in ((type(manager), MANAGER_METHODS), (mark_class, MARK_METHODS)):
+            engine_class = type(getattr(manager, "engine", None))
+            for owner, names in (
+                (type(manager), MANAGER_METHODS),
+                (engine_class, ENGINE_METHODS),
+                (mark_class, MARK_METHODS),
+            ):
                 for name in names:
                     if hasattr(owner, name):
                         method = self._timed(name, getattr(owner, name))

@@ -15,7 +15,8 @@ from tiny_gpt import MOE_MODULES
 from toy_model import make_manager
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
-from megatron.slipstream.fine_grained_activation_offload.manager import (
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+from megatron.slipstream.integration.seam.manager import (
     PipelineOffloadManager,
 )
 
@@ -79,9 +80,9 @@ def test_loss_and_gradients_are_those_without_the_engine_on_two_gpus(recomputes:
 
 @pytest.mark.parametrize("is_given_up", [False, True])
 def test_memory_is_taken_only_where_it_was_given_up(is_given_up: bool) -> None:
-    manager = PipelineOffloadManager(LazyCpuBackend())
+    manager = PipelineOffloadManager(OffloadEngine(LazyCpuBackend()))
     manager.init_model_chunk_offload_handler(0, 1, 0, 1)
-    manager.run_in_nodes()
+    manager.engine.run_in_nodes()
     weight = torch.randn(64, requires_grad=True)
     kept = torch.randn(64)
     expected = kept.clone()
@@ -105,7 +106,7 @@ def test_memory_is_taken_where_a_plan_is_followed_too(backend: str) -> None:
     weight = torch.randn(64, requires_grad=True)
     for _ in range(5):
         manager.init_model_chunk_offload_handler(0, 1, 0, 1)
-        manager.run_in_nodes()
+        manager.engine.run_in_nodes()
         kept, value = [torch.randn(64) for _ in range(3)], weight * 1
         expected = kept[2] * kept[1] * kept[0]
         for factor in kept:
@@ -127,10 +128,10 @@ def test_the_allocator_knows_that_d2h_reads_what_is_of_another_stream(runs_in_no
     backend = LazyCpuBackend()
     told: list[tuple[int, object]] = []
     backend.hold = lambda tensor, stream: told.append((tensor.data_ptr(), stream))
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     manager.init_model_chunk_offload_handler(0, 1, 0, 1)
     if runs_in_nodes:
-        manager.run_in_nodes()
+        manager.engine.run_in_nodes()
     weight, saved = torch.randn(64, requires_grad=True), torch.randn(64)
     manager.pop_forward_chunk("expert_fc1")
     with manager:

@@ -12,13 +12,14 @@ from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Copy, Event, Stream
 from megatron.slipstream.fine_grained_activation_offload.cost_trial import MAX_TRIALS, MIN_PAIRS
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.host_sync_points import HostSyncPoints
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     MAX_ROUNDS,
     NUM_TIMED,
     NUM_WARMUPS,
 )
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 
@@ -67,7 +68,7 @@ class Engine(PipelineOffloadManager):
     """The engine of a model whose passes take time on the host."""
 
     def __init__(self, backend: HostBound, max_percent: float) -> None:
-        super().__init__(backend, PolicyOptions(max_overhead_percent=max_percent))
+        super().__init__(OffloadEngine(backend, PolicyOptions(max_overhead_percent=max_percent)))
         self.clock = backend
 
     def init_model_chunk_offload_handler(self, *arguments: Any, **options: Any) -> None:

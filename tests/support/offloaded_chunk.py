@@ -13,8 +13,10 @@ import torch
 from toy_model import make_chunks
 
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.graphs.offload import ChunkOffloading
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 
 
 class OffloadedChunk:
@@ -24,9 +26,9 @@ class OffloadedChunk:
         make_engine: Makes a new engine.
     """
 
-    def __init__(self, make_engine: Callable[[], PipelineOffloadManager]) -> None:
+    def __init__(self, make_engine: Callable[[], OffloadEngine]) -> None:
         (self.module,) = make_chunks()
-        self.engines: list[PipelineOffloadManager] = []
+        self.engines: list[OffloadEngine] = []
         """All that were made."""
         self.make_engine = make_engine
         self.replayed: Optional[ReplayedPass] = None
@@ -34,9 +36,9 @@ class OffloadedChunk:
         self.offloading = ChunkOffloading(
             self._new_engine, self.begin_pass, self.marks_go_to, self._note_replayed
         )
-        self._engine: Optional[PipelineOffloadManager] = None
+        self._manager: Optional[PipelineOffloadManager] = None
 
-    def _new_engine(self, num_verified: int) -> PipelineOffloadManager:
+    def _new_engine(self, num_verified: int) -> OffloadEngine:
         assert num_verified == 0
         self.engines.append(self.make_engine())
         return self.engines[-1]
@@ -46,21 +48,21 @@ class OffloadedChunk:
         return partial(setattr, self, "replayed", None)
 
     @staticmethod
-    def begin_pass(engine: PipelineOffloadManager) -> None:
+    def begin_pass(engine: OffloadEngine) -> None:
         """A micro-batch enters the chunk."""
-        engine.init_model_chunk_offload_handler(0, None, None, 1)
+        engine.begin_pass(0, PassPolicy(1, 1.0, 0, None))
 
     @contextlib.contextmanager
-    def marks_go_to(self, engine: PipelineOffloadManager) -> Iterator[None]:
+    def marks_go_to(self, engine: OffloadEngine) -> Iterator[None]:
         """Send the marks of layers to an engine."""
-        self._engine = engine
+        self._manager = PipelineOffloadManager(engine)
         try:
             yield
         finally:
-            self._engine = None
+            self._manager = None
 
     def forward(self, x: torch.Tensor, num_layers: int = 3) -> torch.Tensor:
         """The first layers, with marks where an engine is entered."""
         for layer in self.module.layers[:num_layers]:
-            x = layer(x, self._engine)
+            x = layer(x, self._manager)
         return x

@@ -309,7 +309,11 @@ def _planned_drop_bytes(manager: Any) -> int:
     Times of that step are read afterwards and may lead to another plan, which the report shows.
     """
     plan = manager.plan
-    return manager._tuner.peak_drop(plan).nbytes if plan is not None and plan.trace.memory else 0
+    return (
+        manager.engine._tuner.peak_drop(plan).nbytes
+        if plan is not None and plan.trace.memory
+        else 0
+    )
 
 
 def _reasons(manager: Any, names: Sequence[str]) -> dict[str, tuple[str, ...]]:

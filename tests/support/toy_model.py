@@ -11,8 +11,9 @@ import torch
 from hand_driven import is_native_run
 
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 WIDTH = 48
@@ -73,7 +74,7 @@ def make_manager(
     """
     name, is_native = is_native_run(backend)
     arguments = (PolicyOptions(**options), rank, num_verified_iterations, is_native)
-    return PipelineOffloadManager(make_backend(name), *arguments)
+    return PipelineOffloadManager(OffloadEngine(make_backend(name), *arguments))
 
 
 def make_chunks(num_chunks: int = 1, num_layers: int = 3) -> list[Chunk]:

@@ -16,11 +16,12 @@ import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Copy
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
     SavedTensor,
 )
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.actions import ActionKind
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.edges import EDGES, OpKind, Queue
@@ -222,48 +223,59 @@ def host_blocks(part: Bytes) -> range:
     return range(start, start + size_class_bytes(part.nbytes) // BUFFER_ALIGNMENT_BYTES)
 
 
-class WatchedManager(PipelineOffloadManager):
+class _WatchedEngine(OffloadEngine):
     """Reports marks, saves and reads to its backend."""
 
-    def __init__(self, **options: int) -> None:
-        self.watched = WatchedBackend()
-        super().__init__(self.watched, PolicyOptions(**options))
+    def __init__(self, backend: WatchedBackend, options: PolicyOptions) -> None:
+        super().__init__(backend, options)
+        self._watched = backend
         self.committed: list[OffloadTensorGroup] = []
         """This iteration's groups, in order."""
         self._save, self._read = self.store.save, self.store.read
         self.store.save = self._noting_save
         self.store.read = self._noting_read
-        self.watch(None)
 
-    def watch(self, trace: Trace | None) -> None:
-        """Note the next iteration, which matches ``trace`` if given."""
-        self.committed.clear()
-        self.watched.watch(self, trace)
-
-    def pop_forward_chunk(self, name: str) -> None:
-        self.watched.step += 1
-        super().pop_forward_chunk(name)
+    def start_group(self, name: str) -> None:
+        self._watched.step += 1
+        super().start_group(name)
 
     def commit_group(
         self, name: str, given_up: Sequence[torch.Tensor] = ()
     ) -> OffloadTensorGroup | None:
-        self.watched.step += 1
-        self.watched.note_commit()
+        self._watched.step += 1
+        self._watched.note_commit()
         group = super().commit_group(name, given_up)
         assert group is not None
         self.committed.append(group)
         return group
 
     def use_group(self, group: OffloadTensorGroup) -> None:
-        self.watched.step += 1
+        self._watched.step += 1
         super().use_group(group)
 
     def _noting_save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
         saved = self._save(group, tensor)
-        self.watched.note_save(saved, tensor, group)
+        self._watched.note_save(saved, tensor, group)
         return saved
 
     def _noting_read(self, saved: Any) -> torch.Tensor:
         tensor = self._read(saved)
-        self.watched.note_read(saved)
+        self._watched.note_read(saved)
         return tensor
+
+
+class WatchedManager(PipelineOffloadManager):
+    """The manager of an engine that reports to its backend."""
+
+    def __init__(self, **options: int) -> None:
+        self.watched = WatchedBackend()
+        engine = _WatchedEngine(self.watched, PolicyOptions(**options))
+        super().__init__(engine)
+        self.committed = engine.committed
+        """This iteration's groups, in order."""
+        self.watch(None)
+
+    def watch(self, trace: Trace | None) -> None:
+        """Note the next iteration, which matches ``trace`` if given."""
+        self.committed.clear()
+        self.watched.watch(self, trace)

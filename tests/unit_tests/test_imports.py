@@ -161,7 +161,7 @@ def test_rooms_import_one_way() -> None:
 @pytest.mark.parametrize(
     "file, line",
     [
-        ("plan/x.py", "from megatron.slipstream.fine_grained_activation_offload import manager"),
+        ("plan/x.py", "from megatron.slipstream.fine_grained_activation_offload import engine"),
         ("plan/x.py", "from ..integration import install"),
         ("plan/x.py", "from .. import graphs"),
         ("plan/x.py", "from ..estimate import synthetic"),
@@ -214,7 +214,7 @@ def test_an_import_against_the_way_is_found(tmp_path: Path, file: str, line: str
     [
         ("plan/x.py", "from . import trace\nfrom ..launcher import rank\nimport torch"),
         ("fine_grained_activation_offload/x.py", "import torch.cuda\nfrom ..plan import trace"),
-        ("graphs/x.py", "from ..fine_grained_activation_offload import manager"),
+        ("graphs/x.py", "from ..fine_grained_activation_offload import engine"),
         ("integration/x.py", "import megatron.core\nfrom ..graphs import slots"),
         (
             "patches/x.py",

@@ -6,19 +6,20 @@ Correctness does not depend on the plan. A plan says when copies start and memor
 ``activation_store`` ensures at each read that the tensor is on the device. An iteration that
 departs from its plan is therefore slower, never wrong.
 
-The engine is framework-agnostic. megatron-core's layers call :mod:`manager`, and hooks on any other
-model call ``integration.attach.engine``.
+The engine is framework-agnostic. megatron-core's layers call ``integration.seam.manager``, and
+hooks on any other model call ``integration.attach.engine``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.chunk import (
@@ -36,12 +37,16 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 )
 from megatron.slipstream.fine_grained_activation_offload.host_trim import HostTrimmer
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
-from megatron.slipstream.fine_grained_activation_offload.markers import at_first_gradient
+from megatron.slipstream.fine_grained_activation_offload.markers import (
+    GroupOwner,
+    at_first_gradient,
+)
 from megatron.slipstream.fine_grained_activation_offload.native_store import make_store
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
+from megatron.slipstream.fine_grained_activation_offload.region import RegionFlag
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.fine_grained_activation_offload.report_builder import ReportBuilder
 from megatron.slipstream.fine_grained_activation_offload.step_clock import StepClock, Times
@@ -51,9 +56,27 @@ from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanFacts
 from megatron.slipstream.plan.settings import Assignment
+from megatron.slipstream.plan.staying import Staying
 from megatron.slipstream.plan.trace import Bandwidth, Step, StepKind, StepsKey
 
 logger = logging.getLogger(__name__)
+
+CHECKPOINT_INPUTS = "checkpoint_inputs"
+"""Name of the groups of tensors that checkpoints save."""
+HELD_BY_NODES = ("attn_norm", "mlp_norm")
+"""Modules whose inputs a schedule holds: [Note: Layers that run in nodes]."""
+
+
+class Switch(Protocol):
+    """Says whether offloading is on."""
+
+    is_on: bool
+
+
+class OwnSwitch:
+    """A switch of one engine."""
+
+    is_on = True
 
 
 class OffloadEngine:
@@ -77,7 +100,18 @@ class OffloadEngine:
     ) -> None:
         self._now = Iteration()
         """The running iteration, or the next one."""
-        self._is_on = True
+        self.switch: Switch = OwnSwitch()
+        """Its ``is_on`` is False while offloading is suspended. Engines may share one."""
+        self.region_flag: Optional[RegionFlag] = None
+        """A flag that is true while a group's operations run."""
+        self.regions: list[None | bool | tuple[saved_tensors_hooks, bool]] = []
+        """Stack of entered regions: None for one without hooks; else the hooks and the flag's
+        previous value, or the latter alone if C++ entered the region."""
+        self._has_warned_of_others = False
+        self.moves_checkpoint_inputs = False
+        """Whether the tensors that a checkpoint saves are a group."""
+        self.delayed: list[Callable[[], None]] = []
+        """Commits that a schedule has delayed; dropped with their iteration."""
         self.wanted_modules: tuple[str, ...] = ()
         """``offload_modules`` of the model, for the report."""
         self._report = RankReport(rank=rank)
@@ -114,11 +148,11 @@ class OffloadEngine:
     @property
     def do_offload(self) -> bool:
         """False while offloading is suspended: marks then do nothing."""
-        return self._is_on
+        return self.switch.is_on
 
     @do_offload.setter
     def do_offload(self, is_on: bool) -> None:
-        self._is_on = is_on
+        self.switch.is_on = is_on
         self.follow_in_python()
 
     def follow_in_python(self) -> None:
@@ -281,10 +315,23 @@ class OffloadEngine:
 
     def _prepare_pass(self, policy: PassPolicy) -> None:
         """Called before a pass with gradients begins."""
+        self.leave_open_regions()
+        self.graphs.close()
+        self.graphs.min_numel = policy.min_numel
+
+    def start(self, tensor: torch.Tensor, name: str) -> None:
+        """Start a group called ``name``, whose input is ``tensor``."""
+        if not self.store.start(self, tensor, name):
+            self.start_group(name)
+            self.mark_backward_end(tensor)
 
     def start_group(self, name: str) -> None:
         """Start a group called ``name``; its operations follow in the region entered next."""
+        if self.graphs.is_open and not self.do_offload:
+            self.graphs.note_warmup(name)
         now = self._now
+        if self.graphs.is_capturing and self._is_training_forward():
+            now.started = self.graphs.start_group(name)
         if now.chunk is None or not self._is_training_forward():
             return
         group = now.chunk.open_group(name)
@@ -299,6 +346,125 @@ class OffloadEngine:
         """
         group, self._now.started = self._now.started, None
         return None if group is None or self._stays(group) else group
+
+    # Regions. C++ works on the same stack.
+
+    def enter(self) -> None:
+        """Enter the region of the last started group: tensors saved inside belong to it."""
+        if not self.store.enter(self):
+            self._enter_region(self.region_flag)
+
+    def leave(self) -> None:
+        """Leave the region."""
+        if self.store.leave(self):
+            return
+        entered = self.regions[-1]
+        if isinstance(entered, tuple):
+            hooks, before = entered
+            hooks.__exit__()
+            if self.region_flag is not None:
+                self.region_flag.set(before)
+        self.regions.pop()
+
+    def _enter_region(self, flag: Optional[RegionFlag]) -> None:
+        """Enter the region of the last started group.
+
+        Args:
+            flag: Set if the group has saved-tensor hooks: see :attr:`region_flag`.
+        """
+        group = self.take_started()
+        if group is not None and self._others_save():
+            group.kinds_staying |= Staying.TAKEN.bit
+            group = None
+        if group is None:
+            self.regions.append(None)
+            return
+        hooks = saved_tensors_hooks(*self.store.hooks(group, self))
+        before = self.region_flag is not None and self.region_flag.is_set
+        self.regions.append((hooks, before))
+        hooks.__enter__()
+        if flag is not None and group.name not in flag.without:
+            flag.set(True)
+
+    def leave_open_regions(self) -> None:
+        """Leave the regions that an exception has left open. No pass begins inside a region."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None and not self.regions:
+            return
+        while hooks is not None and self.store.is_own_hook(hooks[0]):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        before = [entered for entered in self.regions if entered is not None]
+        if before and self.region_flag is not None:
+            self.region_flag.set(before[0][1] if isinstance(before[0], tuple) else before[0])
+        self.regions.clear()
+
+    def _others_save(self) -> bool:
+        """Return whether other saved-tensor hooks are active, which must see all saved tensors.
+
+        A non-reentrant checkpoint counts saved tensors in forward and in recomputation: if it
+        missed some in one of them, backward would get the wrong tensors.
+        """
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None or self.store.is_own_hook(hooks[0]):
+            return False
+        if not self._has_warned_of_others:
+            self._has_warned_of_others = True
+            logger.warning(
+                "a group runs under other saved-tensor hooks (of a checkpoint, of save_on_cpu), so "
+                "nothing of it moves"
+            )
+        return True
+
+    def run_checkpoint(self, run: Callable[[], Any]) -> Any:
+        """Run a checkpoint; the tensors that it saves form a group.
+
+        Args:
+            run: Calls an autograd function that runs part of the model without gradients and saves
+                its inputs.
+
+        Returns:
+            The result of ``run``.
+        """
+        is_group = self.moves_checkpoint_inputs and self.owner_of_marks() is self
+        if not is_group:
+            return run()
+        self.start_group(CHECKPOINT_INPUTS)
+        # Without the flag: the modules inside save nothing, and must run as in the recomputation.
+        self._enter_region(None)
+        try:
+            output = run()
+        finally:
+            self.leave()
+        # Backward's first read comes when it reaches the checkpoint, so no mark is needed: [Note:
+        # Recomputation reads first].
+        self.commit_group(CHECKPOINT_INPUTS)
+        return output
+
+    def run_in_nodes(self) -> None:
+        """Note that the pass runs node by node: [Note: Layers that run in nodes]."""
+        if self._now.chunk is not None:
+            self._now.chunk.given_up_by = HELD_BY_NODES
+            self.store.crosses_streams = True
+
+    # Iterations.
+
+    @property
+    def lacks_groups(self) -> bool:
+        """Whether an iteration has begun in which no group ran that should have."""
+        now = self._now
+        is_bypassed = now.trial is not None or self.are_marks_in_graphs or not self.do_offload
+        return now.has_begun and not now.num_steps and not is_bypassed
+
+    @property
+    def num_steps(self) -> int:
+        """Number of marks passed since the last iteration ended."""
+        return self._now.num_steps
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether backward may still read offloaded tensors."""
+        return any(chunk.awaits_backward for chunk in self._now.passes)
 
     def end_iteration(self) -> None:
         """End an iteration, once all its passes have been issued, with or without backward."""
@@ -411,6 +577,36 @@ class OffloadEngine:
 
     # The life of a group, called by its mark.
 
+    def owner_of_marks(self) -> Optional[GroupOwner]:
+        """Return what handles a group's end here; None outside a training pass."""
+        if not self._is_training_forward():
+            return None
+        if self.graphs.is_capturing:
+            return self.graphs
+        return None if self._now.chunk is None else self
+
+    def end(
+        self, tensor: torch.Tensor, name: str, given_up: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
+        """End a group on one of its outputs.
+
+        Args:
+            tensor: The output.
+            name: Name of the group.
+            given_up: Tensors that forward no longer reads, though other references may exist.
+
+        Returns:
+            ``tensor`` with a graph node that marks where backward needs the group.
+        """
+        marked = self.store.end(self, tensor, name)
+        if marked is not None:
+            return marked
+        owner = self.owner_of_marks()
+        group = None if owner is None else owner.commit_group(name, given_up)
+        if owner is None or group is None:
+            return tensor
+        return self.store.mark(tensor, partial(owner.use_group, group))
+
     def commit_group(
         self, name: str, given_up: Sequence[torch.Tensor] = ()
     ) -> Optional[OffloadTensorGroup]:
@@ -429,6 +625,12 @@ class OffloadEngine:
                     self.store.give_up(group, given_up)
             self._advance(StepKind.FORWARD_COMMIT, group)
         return group
+
+    def end_without_node(self, tensor: torch.Tensor, name: str) -> None:
+        """End a group on one of its outputs, which may be changed in place afterwards."""
+        group = self.commit_group(name)
+        if group is not None:
+            at_first_gradient([tensor], partial(self.use_group, group))
 
     def use_group(self, group: OffloadTensorGroup) -> None:
         """Note that backward needs the group from here on."""
@@ -607,6 +809,7 @@ class OffloadEngine:
         return self._tuner.make(replace(trace, assignment=self._cache.assignment)).plan
 
     def _clear_iteration(self) -> CountedModules:
+        self.delayed.clear()
         self.store.copy_streams.forget_waits()
         self._executor.clear(self._now)
         counted = self.store.end_iteration()

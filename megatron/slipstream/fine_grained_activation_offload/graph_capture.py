@@ -418,7 +418,7 @@ class GraphCaptures:
 
     # The marks inside a graph.
 
-    def pop_forward_chunk(self, name: str) -> Optional[OffloadTensorGroup]:
+    def start_group(self, name: str) -> Optional[OffloadTensorGroup]:
         """Begin a group. Return it if its saved tensors must be tracked, else None."""
         assert self.layer is not None
         group = self._chunk.open_group(name)

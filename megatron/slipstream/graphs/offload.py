@@ -33,9 +33,9 @@ from contextlib import AbstractContextManager
 from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import SLACK
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.step_clock import StepClock, Times
 from megatron.slipstream.fine_grained_activation_offload.verify import nothing_poisoned
@@ -55,7 +55,7 @@ is updated once, or up to three times if replays are not timed afterwards."""
 class PlannedPass:
     """A pass of a chunk while it is planned."""
 
-    engine: PipelineOffloadManager
+    engine: OffloadEngine
     """Records and plans it."""
     run: Callable[[], None]
     """Runs it as planned so far."""
@@ -90,9 +90,9 @@ class ChunkOffloading:
 
     def __init__(
         self,
-        make_engine: Callable[[int], PipelineOffloadManager],
-        begin_pass: Callable[[PipelineOffloadManager], None],
-        marks_go_to: Callable[[PipelineOffloadManager], AbstractContextManager[None]],
+        make_engine: Callable[[int], OffloadEngine],
+        begin_pass: Callable[[OffloadEngine], None],
+        marks_go_to: Callable[[OffloadEngine], AbstractContextManager[None]],
         note_replayed: Callable[[ReplayedPass], Callable[[], object]],
         num_verified: int = 0,
     ) -> None:
@@ -135,7 +135,7 @@ class ChunkOffloading:
             self.begin_pass(engine)
             with self.marks_go_to(engine):
                 run()
-            engine.reset()
+            engine.end_iteration()
 
         try:
             for _ in range(num_runs if takes_time else NUM_UNTIMED_RUNS):
@@ -206,7 +206,7 @@ class SlotOffloading:
     def __init__(
         self,
         of_chunk: ChunkOffloading,
-        engine: PipelineOffloadManager,
+        engine: OffloadEngine,
         plan: Optional[Plan],
         memory: SlotMemory,
         is_timed: bool = False,

@@ -29,15 +29,13 @@ from megatron.slipstream.fine_grained_activation_offload.engine_setup import (
     open_backend,
     policy_options,
 )
-from megatron.slipstream.fine_grained_activation_offload.manager import (
-    PipelineOffloadManager,
-    RegionFlag,
-)
+from megatron.slipstream.fine_grained_activation_offload.region import RegionFlag
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration.layers.tiled_model import fill_tiles, tiles_of
 from megatron.slipstream.integration.record.run_files import RunFiles
 from megatron.slipstream.integration.record.run_metadata import environment, settings
 from megatron.slipstream.integration.seam import compat, model_router, module_groups
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.budget import BUDGET_RULES
@@ -177,13 +175,13 @@ def _make_manager(
     host_limit.join(manager.store.host_pool, config.offload_host_memory_limit_bytes)
     manager.config = config
     manager.report.settings = settings(config)
-    manager.moves_checkpoint_inputs = config.moves_checkpoint_inputs
-    manager.region_flag = _region_flag()
+    manager.engine.moves_checkpoint_inputs = config.moves_checkpoint_inputs
+    manager.engine.region_flag = _region_flag()
     manager.fill_report = fill_tiles
     if config.activation_memory_budget is not None:
         from megatron.slipstream.integration.budget.memory_budget import MemoryBudget
 
-        manager.budget = MemoryBudget(manager, config.activation_memory_budget)
+        manager.budget = MemoryBudget(manager.engine, config.activation_memory_budget)
     return manager
 
 

@@ -24,12 +24,13 @@ from typing import Any, Optional
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 
 
-def _engine() -> Optional[PipelineOffloadManager]:
-    engine = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-    return engine if isinstance(engine, PipelineOffloadManager) else None
+def _engine() -> Optional[OffloadEngine]:
+    """Return the installed engine; megatron-core's own manager holds none."""
+    manager = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
+    return getattr(manager, "engine", None)
 
 
 def tell_group_input(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +74,7 @@ def tell_discarded_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
         engine = _engine()
         if engine is not None:
             for output in checkpoint.outputs:
-                engine.before_discard(output)
+                engine.store.before_discard(output)
         return original(checkpoint, *arguments, **options)
 
     return discard

@@ -47,9 +47,9 @@ def build_through_router(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def marking_engine() -> Optional[Any]:
-    """Return the installed engine if it supports [Note: Marks of no group]."""
-    engine = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-    return engine if hasattr(engine, "mark_gradient") else None  # megatron-core's own does not.
+    """Return the installed engine, which supports [Note: Marks of no group]."""
+    manager = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
+    return getattr(manager, "engine", None)  # megatron-core's own holds none.
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 from hand_driven import LAZY_NATIVE
 from toy_model import all_equal, make_chunks, make_manager, micro_batch, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, Assignment, LayerSetting
 
@@ -22,7 +22,7 @@ ONE, TWO = "F0.0 B0.0", "F0.0 B0.0 F0.1 B0.1"
 def run(manager: PipelineOffloadManager, assignment: Assignment, *schedules: str) -> list[Plan]:
     """Iterations with this assignment; returns the plan that each followed, or that it gave."""
     chunks, plans = make_chunks(), []
-    manager.change_assignment(assignment)
+    manager.engine.change_assignment(assignment)
     for schedule in schedules:
         expected = run_schedule(chunks, schedule, None, ROWS[assignment])
         assert all_equal(expected, run_schedule(chunks, schedule, manager, ROWS[assignment]))
@@ -66,7 +66,7 @@ def test_the_order_of_iterations_says_nothing_across_assignments() -> None:
     for _ in range(3):
         for assignment in (KEEP, MLP):
             (plan,) = run(manager, assignment, ONE)
-            assert manager._next_plan is plan
+            assert manager.engine._next_plan is plan
 
 
 @pytest.mark.parametrize("backend", ["cpu", LAZY_NATIVE])
@@ -75,13 +75,13 @@ def test_marks_are_left_out_under_each_assignment(backend: str) -> None:
     manager = make_manager(backend)
     run(manager, KEEP, *[ONE] * 3)
     run(manager, MLP, *[ONE] * 3)
-    cache = manager._cache
+    cache = manager.engine._cache
     entry = cache.entry_of(manager.plan)
     assert entry is not None
     assert cache.is_only(entry)
     cache.note_departure()
     assert not cache.is_only(entry)
-    manager.change_assignment(KEEP)
+    manager.engine.change_assignment(KEEP)
     assert manager.plan is not None
     entry = cache.entry_of(manager.plan)
     assert entry is not None
@@ -92,7 +92,7 @@ def test_what_was_held_outside_is_found_again() -> None:
     """Positions in groups stand for other storages under another assignment."""
     manager = make_manager("cpu")
     run(manager, KEEP, ONE)
-    recorder = manager._recorder
+    recorder = manager.engine._recorder
     recorder.held_outside.update(
         (stage, group, position)
         for stage in (0,)
@@ -110,13 +110,13 @@ def test_an_assignment_does_not_change_within_an_iteration(backend: str) -> None
     (chunk,) = make_chunks()
     loss = chunk(micro_batch(0), manager).sum()
     with pytest.raises(RuntimeError, match="after the schedule has returned"):
-        manager.change_assignment(MLP)
-    manager.change_assignment(KEEP)  # It is that one.
+        manager.engine.change_assignment(MLP)
+    manager.engine.change_assignment(KEEP)  # It is that one.
     loss.backward()
     with pytest.raises(RuntimeError, match="after the schedule has returned"):
-        manager.change_assignment(MLP)
+        manager.engine.change_assignment(MLP)
     manager.reset()
-    manager.change_assignment(MLP)
+    manager.engine.change_assignment(MLP)
 
 
 def test_an_assignment_changes_after_an_iteration_that_failed() -> None:
@@ -125,5 +125,5 @@ def test_an_assignment_changes_after_an_iteration_that_failed() -> None:
     (chunk,) = make_chunks()
     loss = chunk(micro_batch(0), manager).sum()
     del loss
-    manager.change_assignment((WHOLE, WHOLE, WHOLE))
+    manager.engine.change_assignment((WHOLE, WHOLE, WHOLE))
     assert manager.plan is None

@@ -15,11 +15,12 @@ from host_bound import Engine, HostBound, train
 from timed_backend import TimedBackend
 from toy_model import make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.fine_grained_activation_offload.plan_cache import MAX_PLANS, PlanCache
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import PlanEntry
 from megatron.slipstream.fine_grained_activation_offload.report import Report
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.report_page.findings import findings
 
@@ -30,7 +31,7 @@ def accumulation(count: int) -> str:
 
 
 def make_engine(options: Optional[PolicyOptions] = None) -> PipelineOffloadManager:
-    return PipelineOffloadManager(TimedBackend(), options or PolicyOptions())
+    return PipelineOffloadManager(OffloadEngine(TimedBackend(), options or PolicyOptions()))
 
 
 def run(manager: PipelineOffloadManager, counts: list[int], num_layers: int = 3) -> None:
@@ -74,15 +75,15 @@ def test_a_count_that_came_once_in_between_is_not_expected_again() -> None:
     run(manager, [4, 4, 2])
     for _ in range(4):
         run(manager, [4])
-        assert manager._next_plan is manager.plan
+        assert manager.engine._next_plan is manager.plan
         assert num_passes(manager) == 4
 
 
 def test_a_count_that_came_after_another_twice_is_expected_again() -> None:
     manager = make_engine()
     run(manager, [4, 2, 4, 2, 4])
-    assert manager._next_plan is not None
-    assert len({group.key.chunk_pass for group in manager._next_plan.groups}) == 2
+    assert manager.engine._next_plan is not None
+    assert len({group.key.chunk_pass for group in manager.engine._next_plan.groups}) == 2
 
 
 @pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
@@ -147,7 +148,9 @@ class WithMemory(TimedBackend):
 
 
 def test_memory_is_read_of_every_kind_of_iteration() -> None:
-    manager = PipelineOffloadManager(WithMemory(), PolicyOptions(target_memory_bytes=10**9))
+    manager = PipelineOffloadManager(
+        OffloadEngine(WithMemory(), PolicyOptions(target_memory_bytes=10**9))
+    )
     for count in (2, 4):
         run(manager, [count] * 20)
         manager.finish_report()
@@ -164,7 +167,7 @@ def test_a_pass_that_failed_before_its_first_mark_leaves_nothing() -> None:
     manager.init_model_chunk_offload_handler(0, None, None, 1)  # Out of memory in the embedding.
     run(manager, [2] * 3)
     assert manager.report.num_plans == num_plans
-    assert len(manager._cache) == 1
+    assert len(manager.engine._cache) == 1
 
 
 def test_options_that_change_within_an_iteration_lose_none_of_its_steps() -> None:
@@ -185,7 +188,7 @@ def test_options_that_change_within_an_iteration_lose_none_of_its_steps() -> Non
 
     def changing(*arguments: Any, **options: Any) -> None:
         nonlocal fraction
-        fraction = 0.5 if manager._now.num_steps else 1.0
+        fraction = 0.5 if manager.engine._now.num_steps else 1.0
         entering(*arguments, **options)
 
     manager.init_model_chunk_offload_handler = changing  # type: ignore[method-assign]
@@ -200,7 +203,7 @@ def test_what_a_plan_keeps_is_in_the_plan_of_an_iteration_that_departs_from_it(
     """The engine does not look at what kept groups save: the plan's trace tells."""
     saved = []
     for counts in ([3], [2, 2, 3]):
-        manager = PipelineOffloadManager(TimedBackend(), is_native=is_native)
+        manager = PipelineOffloadManager(OffloadEngine(TimedBackend(), is_native=is_native))
         enter = manager.init_model_chunk_offload_handler
         manager.init_model_chunk_offload_handler = partial(  # type: ignore[method-assign]
             enter, activation_offload_fraction=0.5
@@ -238,7 +241,7 @@ def test_a_run_that_ends_without_the_engine_tells_what_moved_with_it() -> None:
 def test_only_an_iteration_like_the_last_two_leaves_the_cache_as_it_is() -> None:
     manager = make_engine()
     run(manager, [1, 2])
-    one, two = manager._cache.plans()
+    one, two = manager.engine._cache.plans()
     cache = PlanCache()
     for plan in (one, two):
         cache.put(PlanEntry(plan))
@@ -269,20 +272,20 @@ def test_the_plan_that_was_used_last_is_forgotten_last() -> None:
     for count in range(2, MAX_PLANS + 4):
         run(manager, [count, 1], num_layers=1)
     assert manager.report.num_plans == num_plans + MAX_PLANS + 2, "one for each other count"
-    assert len(manager._cache) == MAX_PLANS
+    assert len(manager.engine._cache) == MAX_PLANS
 
 
 def test_no_clock_is_kept_where_nothing_takes_time() -> None:
     manager = make_manager("cpu")
     run(manager, [2] * 12)
-    assert manager._tuner._read_later == []
+    assert manager.engine._tuner._read_later == []
 
 
 def test_a_group_whose_end_departs_from_the_plan_is_released_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manager = make_manager("cpu", release_lag=2)
-    fallback, waiting = manager._executor._fallback, []
+    fallback, waiting = manager.engine._executor._fallback, []
     come_to_group = fallback.come_to_group
 
     def watching(*arguments: Any) -> None:

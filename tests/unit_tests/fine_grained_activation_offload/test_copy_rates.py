@@ -17,9 +17,10 @@ from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
     CopyTime,
     rates_beside_compute,
 )
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.link_bandwidth import LinkBandwidth
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, NUM_WARMUPS
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.trace import Bandwidth
 
 MEASURED = Bandwidth(50.0, 40.0, 30.0, 20.0)
@@ -68,7 +69,7 @@ def test_a_plan_made_from_times_has_the_rates_of_its_iterations(
 ) -> None:
     monkeypatch.setattr(copy_rates, "MIN_NBYTES", 1)
     backend = SlowBesideCompute()
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     measure = LinkBandwidth.measure
 
     def measure_alone(link: LinkBandwidth) -> Bandwidth | None:

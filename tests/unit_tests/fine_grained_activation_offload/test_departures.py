@@ -10,8 +10,8 @@ import pytest
 from hand_driven import LAZY_NATIVE
 from toy_model import all_equal, make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 
 LONG = "F0.0 F0.1 F0.2 B0.0 F0.3 B0.3 B0.2 B0.1"
 UNKNOWN = "F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3"
@@ -37,7 +37,7 @@ def bytes_that_left_in_vain(total: ModuleCounters) -> int:
 
 def plan_steps(manager: PipelineOffloadManager) -> Optional[tuple[object, ...]]:
     """Of the plan that the next iteration begins with."""
-    return None if manager._next_plan is None else manager._next_plan.trace.steps
+    return None if manager.engine._next_plan is None else manager.engine._next_plan.trace.steps
 
 
 def test_what_the_new_plan_has_begun_by_then_begins_at_once(backend: str) -> None:

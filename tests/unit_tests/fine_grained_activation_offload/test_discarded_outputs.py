@@ -13,9 +13,9 @@ import torch
 from hand_driven import LAZY_NATIVE, HandDriven
 from toy_model import make_manager
 
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.trace import StepKind
 
 WIDTH = 48
@@ -91,7 +91,7 @@ class Layer(torch.nn.Module):
                 output = torch.tanh(part(output))
             output = group.commit(output)
         if manager is not None and tells:
-            manager.before_discard(norm.output)
+            manager.store.before_discard(norm.output)
         norm.discard(output)
         return value + output
 
@@ -115,7 +115,7 @@ def _gradients(
         for layer in layers:
             value = layer(value, manager, groups, tells)
         if manager is not None:
-            manager.mark_gradient(StepKind.BACKWARD_START, [value])
+            manager.engine.mark_gradient(StepKind.BACKWARD_START, [value])
         waiting.append(value.square().sum())
         if len(waiting) == 2:
             waiting.popleft().backward()
@@ -156,9 +156,9 @@ def test_a_copy_out_of_what_is_discarded_is_called_back() -> None:
     storage = manager.store._by_memory[saved]()
     assert storage is not None
     assert storage.residence is Residence.OFFLOADING
-    manager.before_discard(value)  # of which nothing was saved
+    manager.store.before_discard(value)  # of which nothing was saved
     assert storage.residence is Residence.OFFLOADING
-    manager.before_discard(output)
+    manager.store.before_discard(output)
     assert storage.residence is Residence.STAYS
     assert storage.allocation is None
     expected = output.detach().clone()

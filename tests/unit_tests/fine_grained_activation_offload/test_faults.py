@@ -22,9 +22,9 @@ from toy_model import (
 )
 
 from megatron.slipstream.fine_grained_activation_offload import activation_store
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 
 SCHEDULE = SCHEDULES["1F1B first of two"]
 NUM_CYCLES = 110
@@ -183,7 +183,7 @@ def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
         "in use bytes": manager.store.host_pool.in_use_bytes,
         "storages": sum(isinstance(item, SavedStorage) for item in objects),
         "tensors": sum(type(item) is torch.Tensor for item in objects),
-        "groups": len(manager._now.groups),
+        "groups": len(manager.engine._now.groups),
         "addresses": len(manager.store._by_memory),
         "memory to keep": manager.store.copy_streams.keeps_memory,
     }
@@ -192,7 +192,7 @@ def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
         figures.update(_alive_in_cpp(is_on_gpu=manager.store.backend.name == "cuda"))
     if manager.store.backend.name != "cuda":
         # There autograd releases an iteration that failed in another thread: see below.
-        figures["plans"] = len(manager._cache)
+        figures["plans"] = len(manager.engine._cache)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         figures["device bytes"] = torch.cuda.memory_allocated()
@@ -218,7 +218,7 @@ def test_nothing_is_left_behind_over_many_faults(
     # An iteration that failed shows when autograd has release what it saved. One that does not
     # show in time is taken for the next one's beginning, and planned with it: once for each fault
     # at most, and never used again.
-    assert len(rig.manager._cache) <= 1 + len(faults)
+    assert len(rig.manager.engine._cache) <= 1 + len(faults)
 
 
 @pytest.mark.parametrize("backend", DEVICES)

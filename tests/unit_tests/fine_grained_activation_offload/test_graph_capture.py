@@ -24,9 +24,9 @@ from megatron.slipstream.fine_grained_activation_offload.graph_capture import (
     GraphId,
     _takes_turns,
 )
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 
 NUM_LAYERS = 4
 
@@ -395,7 +395,7 @@ def test_one_set_for_all_micro_batches_moves_what_moves_in_any_of_them() -> None
                 else group
                 for group in plan.groups
             ]
-            manager._last_plan = dataclasses.replace(plan, groups=tuple(groups))
+            manager.engine._last_plan = dataclasses.replace(plan, groups=tuple(groups))
         warm_up(chunks, manager)
         step(chunks, manager, "F0 B0")
         manager.graphs.close()

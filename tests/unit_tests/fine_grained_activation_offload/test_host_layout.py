@@ -18,13 +18,13 @@ from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_sched
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostAllocation, HostPool
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import (
     MAX_LAYOUTS_LEFT,
     Phase,
     PlanEntry,
 )
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.actions import ActionKind, Plan
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
@@ -319,16 +319,16 @@ def test_gradients_are_right_if_nothing_comes_back_as_planned(
         vars(changed)["actions"] = actions  # a cached property
         return changed
 
-    (entry,) = manager._cache._entries.values()
-    compile_steps, perform = manager.store.compile_steps, manager._executor.perform
+    (entry,) = manager.engine._cache._entries.values()
+    compile_steps, perform = manager.store.compile_steps, manager.engine._executor.perform
     entry.steps = compile_steps(without_reloads(entry.plan))
     monkeypatch.setattr(
-        manager._executor,
+        manager.engine._executor,
         "perform",
         lambda now, action: action.kind is ActionKind.H2D or perform(now, action),
     )
     for _ in range(2):
-        assert manager._next_plan is entry.plan
+        assert manager.engine._next_plan is entry.plan
         assert all_equal(expected, run_schedule([chunk], schedule, manager))
         assert manager.report.total.num_late > 0
         assert manager.store.host_pool.in_use_bytes == 0
@@ -352,7 +352,7 @@ def test_where_sizes_vary_the_pool_is_asked_for_good() -> None:
     expected = {rows: run_schedule(chunks, SCHEDULE, None, rows=rows) for rows in (70, 50)}
     for rows in (70, 70, 50, 70, 50, 70, 50, 50):
         assert all_equal(expected[rows], run_schedule(chunks, SCHEDULE, manager, rows=rows))
-    (entry,) = manager._cache._entries.values()
+    (entry,) = manager.engine._cache._entries.values()
     assert entry.num_layouts_left == MAX_LAYOUTS_LEFT
     assert entry.phase is not Phase.WARM_UP
     with patch.object(HostPool, "follow", side_effect=AssertionError("a layout is followed")):

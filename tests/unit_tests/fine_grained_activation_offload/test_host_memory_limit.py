@@ -15,8 +15,9 @@ from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
     CpuBackend,
     LazyCpuBackend,
 )
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 
 SCHEDULE = SCHEDULES["1F1B first of four"]
 NEEDED_BYTES = 245760
@@ -55,8 +56,8 @@ class Scarce(LazyCpuBackend):
 def test_what_the_schedule_needs(backend: str) -> None:
     manager = make_manager(backend)
     run_schedule(make_chunks(2), SCHEDULE, manager)
-    assert manager._last_plan is not None
-    assert manager._last_plan.needed_host_bytes == NEEDED_BYTES
+    assert manager.engine._last_plan is not None
+    assert manager.engine._last_plan.needed_host_bytes == NEEDED_BYTES
 
 
 # The limit of the user.
@@ -92,7 +93,7 @@ def test_while_recording_groups_stay_as_they_come_and_then_by_plan(
         assert manager.report.total.num_kept_for_host_memory == 0, "the plan fits"
         assert manager.report.host_growth_bytes == 0
     assert manager.report.num_plans == 1
-    plan = manager._last_plan
+    plan = manager.engine._last_plan
     assert plan is not None
     assert manager.report.total.d2h_bytes == plan.moved_nbytes
     assert manager.store.host_pool.high_water_bytes <= limit_bytes
@@ -199,7 +200,7 @@ def test_training_goes_on_where_the_system_refuses_memory(
     chunks = make_chunks(2)
     expected = run_schedule(chunks, SCHEDULE, None)
     backend = Scarce(has_bytes, error)
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
             assert all_equal(expected, run_schedule(chunks, SCHEDULE, manager))
@@ -216,7 +217,7 @@ def test_training_goes_on_where_the_system_refuses_memory(
 def test_memory_refused_while_following_a_plan_leads_to_another_plan() -> None:
     chunks = make_chunks(2)
     backend = Scarce(1 << 30)
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     for _ in range(2):
         run_schedule(chunks, SCHEDULE, manager)
     assert manager.report.num_plans == 1
@@ -249,7 +250,7 @@ def test_the_report_shows_growth_once_and_the_slabs_of_the_pool(backend: str) ->
 
 def test_closing_returns_every_slab() -> None:
     backend = Scarce(1 << 30)
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     run_schedule(make_chunks(2), SCHEDULE, manager)
     assert manager.report.num_host_allocations > 1
     assert backend.has_bytes < 1 << 30

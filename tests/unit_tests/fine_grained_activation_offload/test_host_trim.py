@@ -13,8 +13,9 @@ from toy_model import SCHEDULES, all_equal, make_chunks, micro_batch, run_schedu
 
 from megatron.slipstream.fine_grained_activation_offload import host_trim
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.host_trim import NUM_ALIKE
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 SCHEDULE = SCHEDULES["accumulation"]
@@ -52,7 +53,7 @@ def test_what_the_plans_do_not_need_is_given_back(caplog: pytest.LogCaptureFixtu
     chunks = make_chunks(1)
     expected = run_schedule(chunks, SCHEDULE, None)
     backend = SmallSlabs()
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     with caplog.at_level(logging.INFO):
         for _ in range(NUM_ALIKE):
             assert all_equal(expected, run_schedule(chunks, SCHEDULE, manager))
@@ -73,7 +74,7 @@ def test_what_the_plans_do_not_need_is_given_back(caplog: pytest.LogCaptureFixtu
 
 def test_passes_without_gradients_in_between_change_nothing() -> None:
     backend = SmallSlabs()
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     chunk = make_chunks(1)[0]
     for _ in range(1 + NUM_ALIKE):
         run_schedule([chunk], SCHEDULE, manager)
@@ -86,14 +87,14 @@ def test_passes_without_gradients_in_between_change_nothing() -> None:
 def test_what_little_there_is_stays() -> None:
     backend = SmallSlabs()
     backend.host_slab_bytes = 1 << 20
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     train_settled(manager)
     assert backend.held_bytes == 1 << 20
 
 
 def test_nothing_goes_while_anything_is_lent() -> None:
     backend = SmallSlabs()
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     train_settled(manager, SCHEDULES["one micro-batch"])
     held = backend.held_bytes
     pool = manager.store.host_pool
@@ -131,7 +132,7 @@ def test_what_is_measured_and_tried_is_not_settled() -> None:
 
 def test_where_sizes_vary_the_pool_stays() -> None:
     backend = SmallSlabs()
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     chunks = make_chunks(1)
     for rows in (70, 50, 60) * 5:
         run_schedule(chunks, SCHEDULE, manager, rows=rows)
@@ -147,7 +148,7 @@ def test_plans_that_change_for_ever_have_memory_pinned_only_so_often(
 ) -> None:
     monkeypatch.setattr(host_trim, "MAX_TIMES", max_times)
     backend = SmallSlabs()
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     train_settled(manager)
     num_freed = backend.num_freed
     assert num_freed > 0
@@ -159,7 +160,7 @@ def test_should_the_system_refuse_the_slab_the_pool_grows_as_before() -> None:
     chunks = make_chunks(1)
     expected = run_schedule(chunks, SCHEDULE, None)
     backend = SmallSlabs()
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     trim_to = manager.store.host_pool.trim_to
 
     def refused(nbytes: int) -> None:
@@ -178,7 +179,9 @@ def test_should_the_system_refuse_the_slab_the_pool_grows_as_before() -> None:
 def test_a_limit_is_kept() -> None:
     backend = SmallSlabs()
     limit = 1 << 20
-    manager = PipelineOffloadManager(backend, PolicyOptions(host_memory_limit_bytes=limit))
+    manager = PipelineOffloadManager(
+        OffloadEngine(backend, PolicyOptions(host_memory_limit_bytes=limit))
+    )
     train_settled(manager)
     assert manager.store.host_pool.limit_bytes == limit
     assert 0 < backend.held_bytes < limit

@@ -27,9 +27,9 @@ from megatron.slipstream.fine_grained_activation_offload.counted_modules import 
 )
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE, GraphId
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.trace import StepKind
 
 BACKENDS = ["cpu", "cpu-lazy", LAZY_NATIVE]
@@ -69,9 +69,9 @@ def test_a_planned_iteration_is_never_late_and_moves_what_is_planned(backend: st
         run_schedule(chunks, SCHEDULES["1F1B first of four"], manager)
     total = manager.report.total
     assert total.num_late == 0
-    assert manager._last_plan is not None
-    assert total.d2h_bytes == total.h2d_bytes == manager._last_plan.moved_nbytes
-    assert total.freed_bytes == manager._last_plan.moved_nbytes
+    assert manager.engine._last_plan is not None
+    assert total.d2h_bytes == total.h2d_bytes == manager.engine._last_plan.moved_nbytes
+    assert total.freed_bytes == manager.engine._last_plan.moved_nbytes
     assert manager.report.num_plans == 1
 
 
@@ -383,7 +383,7 @@ def test_what_is_known_to_be_held_outside_stays_without_a_plan_too(backend: str)
         outputs = []
         for _ in range(num_passes):
             outputs.append(_forward_that_keeps_results(chunk, manager))
-            manager.mark_gradient(StepKind.BACKWARD_START, [outputs[-1]])
+            manager.engine.mark_gradient(StepKind.BACKWARD_START, [outputs[-1]])
         for output in outputs:
             output.sum().backward()
         manager.reset()
@@ -399,16 +399,16 @@ def test_what_the_last_groups_saved_is_learnt_too(backend: str, has_head: bool) 
     def step(manager: PipelineOffloadManager) -> None:
         y = _forward_that_keeps_results(chunk, manager)
         if has_head:
-            manager.mark_output(StepKind.OUTPUT_START)
+            manager.engine.mark_output(StepKind.OUTPUT_START)
             y = 2 * y
-            manager.mark_output(StepKind.OUTPUT_END)
-        manager.mark_gradient(StepKind.BACKWARD_START, [y])
+            manager.engine.mark_output(StepKind.OUTPUT_END)
+        manager.engine.mark_gradient(StepKind.BACKWARD_START, [y])
         y.sum().backward()
         manager.reset()
 
     manager = make_manager(backend)
     step(manager)
-    assert len(manager._recorder.held_outside) == len(chunk.layers)
+    assert len(manager.engine._recorder.held_outside) == len(chunk.layers)
     for _ in range(2):
         step(manager)
         assert manager.report.total.d2h_copies == 0
@@ -425,11 +425,11 @@ def test_what_the_last_group_saved_and_others_hold_for_a_while_is_learnt_too(bac
         with offload_group(manager, "first") as group:
             y = layer.up(y).chunk(2, dim=-1)[0].tanh()
         y = group.commit(y)
-    manager.mark_output(StepKind.OUTPUT_START)
+    manager.engine.mark_output(StepKind.OUTPUT_START)
     loss = y.sum()
-    manager.mark_output(StepKind.OUTPUT_END)
+    manager.engine.mark_output(StepKind.OUTPUT_END)
     del y
-    manager.mark_gradient(StepKind.BACKWARD_START, [loss])
+    manager.engine.mark_gradient(StepKind.BACKWARD_START, [loss])
     loss.backward()
     manager.reset()
     assert manager.plan is not None
@@ -499,11 +499,11 @@ def test_all_that_is_being_copied_out_can_be_released_at_once(backend: str) -> N
     loss = chunk(x, manager).square().sum()
 
     def residences() -> set[Residence]:
-        groups = manager._now.groups.values()
+        groups = manager.engine._now.groups.values()
         return {storage.residence for group in groups for storage in group.storages()}
 
     assert residences() == {Residence.OFFLOADING, Residence.HOST}
-    manager.release_all()
+    manager.engine.release_all()
     assert residences() == {Residence.HOST}
     loss.backward()
     manager.reset()
@@ -574,10 +574,12 @@ def _run_with_marks(
     for _ in range(iterations):
         output = chunk(micro_batch(0), manager)
         doubled = 2 * output
-        manager.mark_gradient(StepKind.BACKWARD_START, [output.detach(), output, doubled])
+        manager.engine.mark_gradient(StepKind.BACKWARD_START, [output.detach(), output, doubled])
         for index in range(num_backwards):
             (output + doubled).sum().backward(retain_graph=index + 1 < num_backwards)
-        steps = manager.plan.trace.steps if manager.plan is not None else manager._recorder.steps
+        steps = (
+            manager.plan.trace.steps if manager.plan is not None else manager.engine._recorder.steps
+        )
         found = [str(step) for step in steps if not step.is_of_group]
         manager.reset()
     return found
@@ -596,12 +598,12 @@ def test_backward_of_an_iteration_that_has_ended_marks_nothing(backend: str) -> 
     (chunk,) = make_chunks(1)
     manager = make_manager(backend)
     late = chunk(micro_batch(0), manager)
-    manager.mark_gradient(StepKind.BACKWARD_START, [late])
+    manager.engine.mark_gradient(StepKind.BACKWARD_START, [late])
     manager.reset()
     output = chunk(micro_batch(1), manager)
-    num_steps = manager._now.num_steps
+    num_steps = manager.engine._now.num_steps
     late.sum().backward()
-    assert manager._now.num_steps == num_steps
+    assert manager.engine._now.num_steps == num_steps
     output.sum().backward()
     manager.reset()
 
@@ -610,22 +612,22 @@ def test_passes_without_groups_or_gradients_have_no_such_marks(backend: str) -> 
     (chunk,) = make_chunks(1)
     manager = make_manager(backend)
     weight = torch.ones(3, requires_grad=True)
-    manager.mark_gradient(StepKind.BACKWARD_START, [weight * 2])  # no pass at all
+    manager.engine.mark_gradient(StepKind.BACKWARD_START, [weight * 2])  # no pass at all
     manager.init_model_chunk_offload_handler(0, None, None)
     doubled = weight * 2
-    manager.mark_gradient(StepKind.BACKWARD_START, [doubled])
+    manager.engine.mark_gradient(StepKind.BACKWARD_START, [doubled])
     doubled.sum().backward()
-    assert manager._now.num_steps == 0
+    assert manager.engine._now.num_steps == 0
     chunk(micro_batch(0), manager)
-    num_steps = manager._now.num_steps
+    num_steps = manager.engine._now.num_steps
     assert num_steps > 0
     doubled = weight * 2
     with torch.no_grad():
-        manager.mark_gradient(StepKind.BACKWARD_START, [doubled])
+        manager.engine.mark_gradient(StepKind.BACKWARD_START, [doubled])
     manager.disable_offload()
-    manager.mark_gradient(StepKind.BACKWARD_START, [doubled])
+    manager.engine.mark_gradient(StepKind.BACKWARD_START, [doubled])
     doubled.sum().backward()
-    assert manager._now.num_steps == num_steps
+    assert manager.engine._now.num_steps == num_steps
 
 
 def test_an_iteration_that_graphs_replay_whole_moves_nothing_outside(backend: str) -> None:
@@ -642,13 +644,15 @@ def test_an_iteration_that_graphs_replay_whole_moves_nothing_outside(backend: st
 
 def test_an_iteration_whose_chunks_are_replayed_moves_what_its_graphs_do() -> None:
     manager = make_manager("cpu")
-    manager.wanted_modules = ("first", "second")
+    manager.engine.wanted_modules = ("first", "second")
     run_schedule(make_chunks(), "F0.0 B0.0", manager)
     assert manager.plan is not None
     moved = manager.report.modules
     assert sum(counters.d2h_bytes for counters in moved.values()) > 0
     passes = [ReplayedPass(moved, plan=manager.plan, host_bytes=nbytes) for nbytes in (5, 7)]
-    manager.replayed.update({f"model chunk {index}": each for index, each in enumerate(passes)})
+    manager.engine.replayed.update(
+        {f"model chunk {index}": each for index, each in enumerate(passes)}
+    )
     assert manager.report.graphs == {}, "not in the last iteration"
     manager.init_model_chunk_offload_handler(0, None, 1)
     passes[0].num_replays, passes[1].num_replays = 3, 1

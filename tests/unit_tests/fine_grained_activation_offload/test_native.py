@@ -22,15 +22,14 @@ from toy_model import SCHEDULES, WIDTH, all_equal, make_chunks, make_manager, ru
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Copy, nbytes_of
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
-from megatron.slipstream.fine_grained_activation_offload.manager import (
-    PipelineOffloadManager,
-    RegionFlag,
-)
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.fine_grained_activation_offload.native_store import make_store
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
+from megatron.slipstream.fine_grained_activation_offload.region import RegionFlag
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan import selection
 from megatron.slipstream.plan.actions import ActionKind
 from megatron.slipstream.plan.candidates import PolicyOptions
@@ -114,7 +113,7 @@ def log_of(
     is_native: bool, program: Program, make: Callable[[], Any] = make_chunks
 ) -> list[tuple[Any, ...]]:
     backend = Log()
-    manager = PipelineOffloadManager(backend, PolicyOptions(), is_native=is_native)
+    manager = PipelineOffloadManager(OffloadEngine(backend, PolicyOptions(), is_native=is_native))
     chunks = make()
     for name, rows in program:
         run_schedule(chunks, SCHEDULES[name], manager, rows=rows)
@@ -165,7 +164,7 @@ def test_an_engine_goes_with_its_last_graph_and_needs_no_garbage_collector(backe
         run_schedule([chunk], SCHEDULES["one micro-batch"], manager)
     x = torch.randn(7, 48, requires_grad=True)
     output = chunk(x, manager)
-    gone = weakref.ref(manager)
+    gone = weakref.ref(manager.engine)
     gc.collect()
     gc.disable()
     try:
@@ -239,16 +238,16 @@ class HeadedChunk(MarkedChunk):
         x = super().forward(x, manager)
         for _ in range(2 if num_rows == MANY_ROWS else 1):
             if manager is not None:
-                manager.mark_output(StepKind.OUTPUT_START)
-                manager.mark_gradient(StepKind.OUTPUT_BACKWARD_END, [x.detach(), x])
+                manager.engine.mark_output(StepKind.OUTPUT_START)
+                manager.engine.mark_gradient(StepKind.OUTPUT_BACKWARD_END, [x.detach(), x])
             x = self.head(x)
             if manager is not None:
-                manager.mark_output(StepKind.OUTPUT_END)
-                manager.mark_gradient(StepKind.OUTPUT_BACKWARD_START, [x])
+                manager.engine.mark_output(StepKind.OUTPUT_END)
+                manager.engine.mark_gradient(StepKind.OUTPUT_BACKWARD_START, [x])
         # Backward has the gradient of the second one first, and of both if it reads both.
         result = 2 * x
         if manager is not None:
-            manager.mark_gradient(StepKind.BACKWARD_START, [x, result])
+            manager.engine.mark_gradient(StepKind.BACKWARD_START, [x, result])
         return x + result
 
 
@@ -343,7 +342,7 @@ def test_marks_of_recomputed_layers_are_none_in_backward(
         y = checkpoint(chunk.layers_only, x, manager, use_reentrant=use_reentrant)
         chunk.layers_only(y, manager).sum().backward()
         if manager is not None:
-            assert manager._now.plan is not None or num_plans == 0, "it has not departed"
+            assert manager.engine._now.plan is not None or num_plans == 0, "it has not departed"
             manager.reset()
         return [x.grad, *(p.grad for p in chunk.parameters())]  # type: ignore[list-item]
 
@@ -363,19 +362,19 @@ def test_gradients_mark_once_and_only_in_their_iteration() -> None:
     num_planned = len(manager.plan.trace.steps) if manager.plan is not None else 0
     x = torch.randn(7, WIDTH, requires_grad=True)
     output = chunk(x, manager)
-    assert manager._now.steps is not None
+    assert manager.engine._now.steps is not None
     output.sum().backward(retain_graph=True)
-    assert manager._now.num_steps == num_planned
+    assert manager.engine._now.num_steps == num_planned
     output.sum().backward(retain_graph=True)
-    assert manager._now.num_steps == num_planned
-    assert manager._now.steps is not None, "no mark has departed from the plan"
+    assert manager.engine._now.num_steps == num_planned
+    assert manager.engine._now.steps is not None, "no mark has departed from the plan"
     manager.reset()
     late = chunk(x, manager)
     manager.reset()
     running = chunk(x, manager)
-    num_steps = manager._now.num_steps
+    num_steps = manager.engine._now.num_steps
     late.sum().backward()
-    assert manager._now.num_steps == num_steps
+    assert manager.engine._now.num_steps == num_steps
     running.sum().backward()
     manager.reset()
 
@@ -387,9 +386,9 @@ def test_a_gradient_of_a_leaf_is_marked_in_python() -> None:
     for _ in range(4):
         x, leaf = (torch.randn(7, WIDTH, requires_grad=True) for _ in range(2))
         output = chunk(x, manager)
-        manager.mark_gradient(StepKind.BACKWARD_START, [leaf])
+        manager.engine.mark_gradient(StepKind.BACKWARD_START, [leaf])
         (output + leaf).sum().backward()
-        marks.append(manager._now.num_steps)
+        marks.append(manager.engine._now.num_steps)
         manager.reset()
     assert marks == [4 * 4 + 1] * 4
 
@@ -401,21 +400,21 @@ def test_marks_of_a_followed_plan_are_not_python_s(
     """Except the start of an iteration's first group, which chooses the plan, and its end."""
     chunks, schedule = make(), SCHEDULES["1F1B first of two"]
     calls: list[str] = []
-    come_to, enter_region = PlanExecutor.come_to, PipelineOffloadManager._enter_region
+    come_to, enter_region = PlanExecutor.come_to, OffloadEngine._enter_region
 
     def come(executor: PlanExecutor, now: Any, kind: Any, at: Any) -> None:
         calls.append(f"{at.key}:{kind.value}")
         come_to(executor, now, kind, at)
 
-    def enter(manager: PipelineOffloadManager, flag: Any) -> None:
+    def enter(engine: OffloadEngine, flag: Any) -> None:
         calls.append("enter")
-        enter_region(manager, flag)
+        enter_region(engine, flag)
 
     manager = make_manager(LAZY_NATIVE)
     for _ in range(4):
         assert is_right(manager, schedule, chunks)
     monkeypatch.setattr(PlanExecutor, "come_to", come)
-    monkeypatch.setattr(PipelineOffloadManager, "_enter_region", enter)
+    monkeypatch.setattr(OffloadEngine, "_enter_region", enter)
     assert is_right(manager, schedule, chunks)
     assert manager.report.total.num_groups_moved > 0
     assert calls == ["0.0:FS", "enter", "0.0:BE"]
@@ -437,8 +436,8 @@ def test_groups_that_stay_are_not_tracked() -> None:
     for _ in range(4):
         manager.init_model_chunk_offload_handler(0, None, 0, 1, activation_offload_fraction=0.5)
         output = chunk.layers_only(torch.randn(7, WIDTH, requires_grad=True), manager)
-        held = {key: bool(group.held) for key, group in manager._now.groups.items()}
-        plan = manager._now.plan
+        held = {key: bool(group.held) for key, group in manager.engine._now.groups.items()}
+        plan = manager.engine._now.plan
         output.sum().backward()
         manager.reset()
     assert plan is not None
@@ -456,11 +455,11 @@ def test_the_flag_is_set_in_tracked_regions_alone_and_is_what_it_was_afterwards(
 ) -> None:
     manager, chunks = make_manager(LAZY_NATIVE), marked_chunks()
     flag = Flag()
-    manager.region_flag = RegionFlag(flag, "is_set", frozenset(without))
+    manager.engine.region_flag = RegionFlag(flag, "is_set", frozenset(without))
     was, seen = False, set()
 
     def check(*_: Any) -> None:
-        plan, *_, key = manager._now.plan, *manager._now.groups
+        plan, *_, key = manager.engine._now.plan, *manager.engine._now.groups
         is_tracked = plan is None or plan.tracks(key)
         assert flag.is_set is ((is_tracked and not without) or was)
         seen.add((is_tracked, was))
@@ -473,7 +472,7 @@ def test_the_flag_is_set_in_tracked_regions_alone_and_is_what_it_was_afterwards(
         run_schedule(chunks, SCHEDULES["accumulation"], manager)
         assert flag.is_set is was
     assert seen >= {(True, False), (True, True)}
-    assert manager._regions == []
+    assert manager.engine.regions == []
 
 
 class Stop(Exception):
@@ -493,7 +492,7 @@ def test_an_exception_in_a_region_leaves_no_hooks() -> None:
     with pytest.raises(Stop):
         run_schedule(chunks, schedule, manager)
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert manager._regions == []
+    assert manager.engine.regions == []
     failing.remove()
     for _ in range(2):
         assert is_right(manager, schedule, chunks)
@@ -524,11 +523,11 @@ def test_suspended_marks_do_nothing_in_the_middle_of_an_iteration() -> None:
         assert is_right(manager, SCHEDULES["accumulation"], [chunk])
     x, y = (torch.randn(7, WIDTH, requires_grad=True) for _ in range(2))
     first = chunk(x, manager)
-    num_steps = manager._now.num_steps
+    num_steps = manager.engine._now.num_steps
     manager.disable_offload()
     second = chunk.layers_only(y, manager)
     manager.enable_offload()
-    assert manager._now.num_steps == num_steps
+    assert manager.engine._now.num_steps == num_steps
     (first.sum() + second.sum()).backward()
     expected = [tensor.grad for tensor in (x, y)]
     for tensor in (x, y):

@@ -19,7 +19,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_an_iteration_without_groups_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     manager = make_manager("cpu")
-    manager.wanted_modules = ("moe_act", "expert_fc1")
+    manager.engine.wanted_modules = ("moe_act", "expert_fc1")
     for _ in range(2):
         manager.init_model_chunk_offload_handler(0, None, 1)
         manager.reset()
@@ -29,7 +29,7 @@ def test_an_iteration_without_groups_is_warned_of_once(caplog: pytest.LogCapture
 
 def test_an_iteration_with_groups_is_not(caplog: pytest.LogCaptureFixture) -> None:
     manager = make_manager("cpu")
-    manager.wanted_modules = ("mlp",)
+    manager.engine.wanted_modules = ("mlp",)
     for _ in range(2):
         run_schedule(make_chunks(), "F0.0 F0.1 B0.0 B0.1", manager)
     assert manager.report.d2h_bytes > 0
@@ -38,10 +38,10 @@ def test_an_iteration_with_groups_is_not(caplog: pytest.LogCaptureFixture) -> No
 
 def test_an_iteration_whose_chunks_are_replayed_is_not(caplog: pytest.LogCaptureFixture) -> None:
     manager = make_manager("cpu")
-    manager.wanted_modules = ("mlp",)
+    manager.engine.wanted_modules = ("mlp",)
     run_schedule(make_chunks(), "F0.0 F0.1 B0.0 B0.1", manager)
     assert manager.plan is not None
-    manager.replayed["model chunk 0"] = ReplayedPass({}, plan=manager.plan, host_bytes=0)
+    manager.engine.replayed["model chunk 0"] = ReplayedPass({}, plan=manager.plan, host_bytes=0)
     manager.init_model_chunk_offload_handler(0, None, 1)
     manager.reset()
     assert warnings_of(caplog) == []
@@ -53,7 +53,7 @@ def test_a_target_that_is_met_without_moving_is_warned_of(
     """The first plan has no times and moves all; the one made from times moves nothing."""
     trace = make_trace()
     manager = make_manager("cpu", target_memory_bytes=1 << 40)
-    tuner = manager._tuner
+    tuner = manager.engine._tuner
     tuner._has_moved = True
     plan = tuner.make(trace).plan
     assert trace.step_ms

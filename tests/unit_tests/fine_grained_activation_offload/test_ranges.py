@@ -13,8 +13,9 @@ import torch
 from toy_model import SCHEDULES, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.engine_setup import open_backend
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.options.fields import OffloadConfig
 
 SCHEDULE = SCHEDULES["1F1B first of four"]
@@ -38,7 +39,7 @@ class Profiled(CpuBackend):
 def test_each_action_has_a_range_of_its_name(is_native: bool) -> None:
     """Where C++ does the work otherwise, too."""
     backend = Profiled()
-    manager = PipelineOffloadManager(backend, is_native=is_native)
+    manager = PipelineOffloadManager(OffloadEngine(backend, is_native=is_native))
     chunks = make_chunks(2)
     for _ in range(3):
         backend.labels.clear()

@@ -18,13 +18,14 @@ from toy_model import SCHEDULES, make_chunks, run_schedule
 from megatron.slipstream.fine_grained_activation_offload import link_bandwidth, rank_barrier
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.link_bandwidth import (
     NUM_BARRIERS,
     measure_bandwidth,
 )
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.rank_barrier import RankBarrier
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, NUM_WARMUPS
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.trace import Bandwidth
 
 LATE_S = 0.3
@@ -180,7 +181,7 @@ def train(rank: int, num_ranks: int, port: int) -> tuple[list[int], bool]:
     if rank == 1:
         link_bandwidth.BANDWIDTH_NBYTES *= 1 << 10
     backend = SlowToTell(NUM_ITERATIONS + 2) if rank == 2 else TimedBackend()
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     chunks = make_chunks(1)
     for iteration in range(1, NUM_ITERATIONS + 6):  # noqa: B007 - Watched reads it
         run_schedule(chunks, SCHEDULES["accumulation"], manager)

@@ -14,8 +14,8 @@ import torch
 from hand_driven import LAZY_NATIVE, HandDriven
 from toy_model import WIDTH, make_manager
 
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.trace import StepKind
 
 # Hidden leaves.
@@ -231,8 +231,8 @@ def test_looking_at_a_graph_is_no_use() -> None:
     with offload_group(manager, "up") as group:
         y = layers[0].down(x).exp()
     y = group.commit(y)
-    steps = manager._now.num_steps
+    steps = manager.engine._now.num_steps
     assert y.grad_fn.next_functions[0][0]._saved_result is not None
-    assert manager._now.num_steps == steps
+    assert manager.engine._now.num_steps == steps
     y.sum().backward()
     manager.reset()

@@ -16,13 +16,14 @@ from toy_model import SCHEDULES, make_chunks, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload import report_builder
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, NUM_WARMUPS
 from megatron.slipstream.fine_grained_activation_offload.warning_log import (
     MAX_WARNINGS,
     WarningLog,
     keep_warnings,
 )
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.render import render_plan
@@ -43,7 +44,7 @@ def train(manager: PipelineOffloadManager, *schedules: str) -> None:
 
 def test_the_reports_options_make_its_plan_from_its_trace() -> None:
     options = PolicyOptions(release_lag=2, prefetch_depth=0)
-    manager = PipelineOffloadManager(CpuBackend(), options)
+    manager = PipelineOffloadManager(OffloadEngine(CpuBackend(), options))
     train(manager, *["accumulation"] * 2)
     assert manager.plan is not None
     report = manager.report
@@ -53,7 +54,7 @@ def test_the_reports_options_make_its_plan_from_its_trace() -> None:
 
 
 def test_the_report_is_of_the_plan_that_the_trace_is_of_not_of_the_newest() -> None:
-    manager = PipelineOffloadManager(CpuBackend())
+    manager = PipelineOffloadManager(OffloadEngine(CpuBackend()))
     train(manager, "accumulation", "1F1B first of two", "accumulation", "accumulation")
     assert manager.plan is not None
     assert manager.report.num_plans == 2
@@ -61,7 +62,9 @@ def test_the_report_is_of_the_plan_that_the_trace_is_of_not_of_the_newest() -> N
 
 
 def test_notes_of_the_plan_are_in_the_report() -> None:
-    manager = PipelineOffloadManager(CpuBackend(), PolicyOptions(max_overhead_percent=1.0))
+    manager = PipelineOffloadManager(
+        OffloadEngine(CpuBackend(), PolicyOptions(max_overhead_percent=1.0))
+    )
     train(manager, "accumulation")
     assert manager.plan is not None
     assert manager.report.notes == list(manager.plan.notes) != []
@@ -71,14 +74,16 @@ def test_notes_of_the_plan_are_in_the_report() -> None:
 def test_that_an_option_wants_times_is_told_where_none_will_come(
     backend: type[CpuBackend], is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager = PipelineOffloadManager(backend(), PolicyOptions(max_overhead_percent=1.0))
+    manager = PipelineOffloadManager(
+        OffloadEngine(backend(), PolicyOptions(max_overhead_percent=1.0))
+    )
     train(manager, "accumulation")
     assert "no times" in manager.report.notes[0]
     assert ("no times" in caplog.text) is is_told
 
 
 def test_times_of_steps_are_those_of_the_iteration_that_was_timed() -> None:
-    manager = PipelineOffloadManager(TimedBackend())
+    manager = PipelineOffloadManager(OffloadEngine(TimedBackend()))
     train(manager, *["accumulation"] * (1 + NUM_WARMUPS))
     assert manager.report.step_ms == [], "nothing was timed yet"
     train(manager, *["accumulation"] * 2)
@@ -91,7 +96,7 @@ def test_times_of_steps_are_those_of_the_iteration_that_was_timed() -> None:
 
 
 def test_a_plan_that_was_made_again_has_no_times_of_the_one_before() -> None:
-    manager = PipelineOffloadManager(TimedBackend())
+    manager = PipelineOffloadManager(OffloadEngine(TimedBackend()))
     train(manager, *["accumulation"] * (1 + NUM_WARMUPS + NUM_TIMED))
     assert manager.plan is not None
     assert manager.plan.trace.step_ms, "it was made from times"
@@ -113,7 +118,7 @@ class Meter(CpuBackend):
 
 def test_memory_of_steps_is_read_once_and_what_came_later_is_told() -> None:
     backend = Meter()
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     train(manager, "accumulation")
     assert manager.report.step_peak_bytes == []
     backend.more_bytes = 5_000_000
@@ -130,7 +135,7 @@ def test_memory_of_steps_is_read_once_and_what_came_later_is_told() -> None:
 
 
 def test_late_copies_are_told_by_the_group_that_saved_first() -> None:
-    manager = PipelineOffloadManager(CpuBackend(), PolicyOptions(prefetch_depth=0))
+    manager = PipelineOffloadManager(OffloadEngine(CpuBackend(), PolicyOptions(prefetch_depth=0)))
     train(manager, "accumulation")  # Decided group by group, and nothing is fetched ahead.
     late = manager.report.late_groups
     assert sum(late.values()) == manager.report.total.num_late > 0
@@ -148,7 +153,7 @@ def test_the_time_between_the_last_iterations_is_kept(monkeypatch: pytest.Monkey
     now = iter([1.0, 1.5, 3.0, 3.25, 4.0])
     monkeypatch.setattr(report_builder.time, "perf_counter", lambda: next(now))
     monkeypatch.setattr(report_builder, "MAX_ITERATIONS_SHOWN", 3)
-    manager = PipelineOffloadManager(CpuBackend())
+    manager = PipelineOffloadManager(OffloadEngine(CpuBackend()))
     train(manager, *["accumulation"] * 3)
     assert manager.report.iteration_ms == [500.0, 1500.0]
     train(manager, *["accumulation"] * 2)
@@ -209,13 +214,13 @@ def test_a_warning_without_other_handlers_goes_to_stderr_as_before(
 
 
 def test_a_managers_report_has_the_warnings_of_the_process() -> None:
-    manager = PipelineOffloadManager(CpuBackend())
+    manager = PipelineOffloadManager(OffloadEngine(CpuBackend()))
     text = "what the test warns of; do nothing"
     before = keep_warnings().get(text, 0)
     logging.getLogger("megatron.slipstream.some.part").warning(text)
     manager.finish_report()
     assert manager.report.warnings[text] == before + 1
-    PipelineOffloadManager(CpuBackend())
+    PipelineOffloadManager(OffloadEngine(CpuBackend()))
     handlers = logging.getLogger("megatron.slipstream").handlers
     assert sum(isinstance(handler, WarningLog) for handler in handlers) == 1
 

@@ -16,8 +16,8 @@ from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
     CpuBackend,
     LazyCpuBackend,
 )
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.link_bandwidth import BANDWIDTH_NBYTES
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     MAX_ROUNDS,
     NUM_TIMED,
@@ -25,6 +25,7 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     StepClock,
     ms_per_group,
 )
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 
@@ -90,7 +91,7 @@ def test_no_missing_wait_is_forgiven_in_plans_from_times(
     chunks = make_chunks(2, num_layers=4)
     expected = run_schedule(chunks, SCHEDULES[schedule], None)
     options = PolicyOptions(max_overhead_percent=max_overhead_percent)
-    manager = PipelineOffloadManager(TimedAdversary(), options)
+    manager = PipelineOffloadManager(OffloadEngine(TimedAdversary(), options))
     for _ in range(4 * (NUM_WARMUPS + NUM_TIMED) + 2):
         assert all_equal(expected, run_schedule(chunks, SCHEDULES[schedule], manager))
     assert manager.plan is not None
@@ -102,7 +103,7 @@ def test_no_missing_wait_is_forgiven_in_plans_from_times(
 def test_the_plan_is_made_again_from_times_and_still_right(schedule: str) -> None:
     chunks = make_chunks(1)
     expected = run_schedule(chunks, SCHEDULES[schedule], None)
-    manager = PipelineOffloadManager(TimedBackend())
+    manager = PipelineOffloadManager(OffloadEngine(TimedBackend()))
     recorded = 1
     for iteration in range(recorded + NUM_WARMUPS + NUM_TIMED + 3):
         assert all_equal(expected, run_schedule(chunks, SCHEDULES[schedule], manager))
@@ -119,7 +120,7 @@ def test_the_plan_is_made_again_from_times_and_still_right(schedule: str) -> Non
 def test_what_the_device_has_not_ended_is_read_later() -> None:
     chunks = make_chunks(1)
     backend = TimedBackend()
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     backend.has_come = False
     for _ in range(12):
         run_schedule(chunks, SCHEDULES["accumulation"], manager)
@@ -133,7 +134,7 @@ def test_what_the_device_has_not_ended_is_read_later() -> None:
 def test_once_plans_are_settled_nothing_is_timed() -> None:
     chunks = make_chunks(1)
     backend = CountingBackend()
-    manager = PipelineOffloadManager(backend)
+    manager = PipelineOffloadManager(OffloadEngine(backend))
     for _ in range((MAX_ROUNDS + 3) * (NUM_WARMUPS + NUM_TIMED)):
         if manager.is_settled:
             break
@@ -148,17 +149,17 @@ def test_once_plans_are_settled_nothing_is_timed() -> None:
 
 def test_an_iteration_that_departs_is_not_taken_for_its_plans_time() -> None:
     chunks = make_chunks(1)
-    manager = PipelineOffloadManager(TimedBackend())
+    manager = PipelineOffloadManager(OffloadEngine(TimedBackend()))
     for _ in range(6):
         run_schedule(chunks, SCHEDULES["accumulation"], manager)
         run_schedule(chunks, SCHEDULES["1F1B first of two"], manager)
-    for entry in manager._cache._entries.values():
+    for entry in manager.engine._cache._entries.values():
         assert len(entry.plan.trace.step_ms) in (0, len(entry.plan.trace.steps))
 
 
 def test_the_report_tells_stalls_by_module() -> None:
     chunks = make_chunks(1)
-    manager = PipelineOffloadManager(TimedBackend())
+    manager = PipelineOffloadManager(OffloadEngine(TimedBackend()))
     for _ in range(NUM_WARMUPS + 3):
         run_schedule(chunks, SCHEDULES["accumulation"], manager)
     manager.finish_report()
@@ -185,7 +186,7 @@ def test_no_memory_is_pinned_for_a_measurement_alone() -> None:
         host_slab_bytes = CpuBackend.host_slab_bytes
 
     chunks = make_chunks(1)
-    manager = PipelineOffloadManager(SmallSlabs())
+    manager = PipelineOffloadManager(OffloadEngine(SmallSlabs()))
     for _ in range(NUM_WARMUPS + NUM_TIMED + 3):
         run_schedule(chunks, SCHEDULES["accumulation"], manager)
     assert manager.plan is not None

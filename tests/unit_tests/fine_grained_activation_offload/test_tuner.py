@@ -15,7 +15,7 @@ from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
     MIN_PAIRS,
     CostTrial,
 )
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import Phase, PlanEntry
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     MAX_ROUNDS,
@@ -23,6 +23,7 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     NUM_WARMUPS,
     Times,
 )
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
@@ -79,11 +80,11 @@ def test_waits_that_a_plan_foresaw_are_no_cost_of_its_groups_at_first(
     for _ in range(MIN_PAIRS + 1):
         trial.note_with(off_ms * (1 + percent / 100))
         trial.note_without(off_ms)
-    manager = PipelineOffloadManager(TimedBackend(), options)
+    manager = PipelineOffloadManager(OffloadEngine(TimedBackend(), options))
     entry = PlanEntry(plan, planned_ms=PLANNED_MS, num_trials=num_trials)
-    manager._cache.put(entry)
-    manager._tuner._leave_trial(entry, trial, is_affordable=False)
-    again = manager._cache.entry_of(manager._cache.find(trace.steps_key))
+    manager.engine._cache.put(entry)
+    manager.engine._tuner._leave_trial(entry, trial, is_affordable=False)
+    again = manager.engine._cache.entry_of(manager.engine._cache.find(trace.steps_key))
     assert again is not None
     costs_ms = (1 + MARGIN) * (percent - (0 if counts_waits else waits_ms))
     assert again.plan.trace.ms_per_moved_group == pytest.approx(costs_ms / entry.num_moving)
@@ -94,17 +95,17 @@ def test_waits_that_a_plan_foresaw_are_no_cost_of_its_groups_at_first(
 
 def test_times_of_replays_replace_those_of_iterations() -> None:
     """Eager iterations of another plan are no measure of what a group costs in a graph."""
-    manager = PipelineOffloadManager(TimedBackend())
+    manager = PipelineOffloadManager(OffloadEngine(TimedBackend()))
     trace = one_pass(Model(num_layers=4))
-    manager._tuner._bandwidth = Bandwidth(50.0, 40.0, 50.0, 40.0)
-    entry = manager._tuner.make(trace)
+    manager.engine._tuner._bandwidth = Bandwidth(50.0, 40.0, 50.0, 40.0)
+    entry = manager.engine._tuner.make(trace)
     entry.num_rounds, entry.earlier = MAX_ROUNDS, ((0, 1e-3),)
     entry.times = [Times((1e3,) * len(trace.steps), (), {})]
     times = [Times((3.0,) * len(trace.steps), (), {})] * NUM_TIMED
-    improved = manager._tuner.improve(entry.plan, times)
+    improved = manager.engine._tuner.improve(entry.plan, times)
     assert set(improved.trace.step_ms) == {3.0}
     assert improved.trace.ms_per_moved_group == 0.0
-    again = manager._cache.entry_of(improved)
+    again = manager.engine._cache.entry_of(improved)
     assert again is not None
     assert again.earlier == ((entry.num_moving, pytest.approx(3.0 * len(trace.steps))),)
     assert again.num_rounds <= 1

@@ -10,9 +10,10 @@ from hand_driven import LAZY_NATIVE, HandDriven
 from race_scenarios import without_edge
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier, checksum
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.edges import Edge
 
 BACKENDS = ["cpu", "cpu-lazy", LAZY_NATIVE]
@@ -53,7 +54,7 @@ def test_a_guard_that_ends_leaves_those_of_other_engines_on() -> None:
     assert backend.poisons_dropped
     second.stop()
     assert not backend.poisons_dropped
-    engine = PipelineOffloadManager(backend, num_verified_iterations=1)
+    engine = PipelineOffloadManager(OffloadEngine(backend, num_verified_iterations=1))
     assert backend.poisons_dropped
     engine.close()
     assert not backend.poisons_dropped

@@ -12,7 +12,8 @@ from toy_model import make_chunks, micro_batch
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 REUSED = "the id of a stream that is gone, and of the one that came after it"
@@ -39,7 +40,7 @@ class OneAfterAnother(LazyCpuBackend):
 @pytest.mark.parametrize("is_native", [False, True], ids=["Python", "C++"])
 def test_a_new_stream_under_the_id_of_an_old_one_waits_itself(is_native: bool) -> None:
     backend = OneAfterAnother()
-    manager = PipelineOffloadManager(backend, PolicyOptions(), is_native=is_native)
+    manager = PipelineOffloadManager(OffloadEngine(backend, PolicyOptions(), is_native=is_native))
     y = make_chunks()[0](micro_batch(0), manager).square().sum()
     y.backward(retain_graph=True)
     num_waits = len(backend.waited)

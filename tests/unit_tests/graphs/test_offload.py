@@ -16,7 +16,7 @@ from offloaded_chunk import OffloadedChunk
 from timed_backend import TimedBackend
 from toy_model import all_equal, make_manager, micro_batch
 
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.graphs.capture import Tail
 from megatron.slipstream.graphs.offload import (
@@ -32,7 +32,7 @@ class Rig(OffloadedChunk):
     """Runs passes of a micro-batch."""
 
     def __init__(self, backend: str) -> None:
-        super().__init__(lambda: make_manager(backend))
+        super().__init__(lambda: make_manager(backend).engine)
         self._x = micro_batch(0)
 
     def loss(self, num_layers: int = 3) -> torch.Tensor:
@@ -88,12 +88,12 @@ def test_an_allowed_overhead_is_predicted_from_times_until_the_plan_is_final(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The engine's own time on the host, which a trial would measure here, is none in a replay."""
-    engines: list[PipelineOffloadManager] = []
+    engines: list[OffloadEngine] = []
     rig = Rig("cpu")
 
-    def make_engine() -> PipelineOffloadManager:
+    def make_engine() -> OffloadEngine:
         options = PolicyOptions(max_overhead_percent=1.0)
-        engines.append(PipelineOffloadManager(TimedBackend(), options))
+        engines.append(OffloadEngine(TimedBackend(), options))
         return engines[-1]
 
     rig.make_engine = make_engine
@@ -188,7 +188,7 @@ def test_a_slot_fills_nothing_that_it_releases_unless_it_is_verified(rig: Rig) -
     """A CUDA graph would do so in each replay."""
     other = make_manager("cpu", num_verified_iterations=5)
     backend = other.store.backend
-    rig.make_engine = lambda: PipelineOffloadManager(backend)
+    rig.make_engine = lambda: OffloadEngine(backend)
     slot = rig.offloading.make_slot(SlotMemory(None, Tail()))
     with slot.forward():
         assert not backend.poisons_dropped

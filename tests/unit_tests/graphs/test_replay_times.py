@@ -24,8 +24,8 @@ from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
     slowdown_ms_per_gb,
 )
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Timings
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, Times
 from megatron.slipstream.graphs.bank import ChunkGraphs
 from megatron.slipstream.graphs.capture import CudaGraphs, EagerGraphs, Tail
@@ -52,9 +52,9 @@ class Rig(OffloadedChunk):
         chunk = Chunk("chunk 0", self.module, self.forward, offloading=self.offloading)
         self.graphs = ChunkGraphs({ONE_SIZE: chunk}, 1, 1, graphs)
 
-    def _timed_engine(self) -> PipelineOffloadManager:
+    def _timed_engine(self) -> OffloadEngine:
         backend = TimedBackend() if self._device == "cpu" else make_backend(self._device)
-        return PipelineOffloadManager(backend, self._options)
+        return OffloadEngine(backend, self._options)
 
     def iteration(self, number: int) -> list[torch.Tensor]:
         """An iteration of one micro-batch: its gradients."""
@@ -133,7 +133,7 @@ def test_all_events_of_replays_are_part_of_the_graphs(
     monkeypatch: pytest.MonkeyPatch, read: list[Times]
 ) -> None:
     """Each engine of the rig has a backend of its own, which knows of its captures only."""
-    monkeypatch.setattr(Rig, "_timed_engine", lambda _: PipelineOffloadManager(_GraphBackend()))
+    monkeypatch.setattr(Rig, "_timed_engine", lambda _: OffloadEngine(_GraphBackend()))
     rig = Rig()
     for number in range(2):
         rig.iteration(number)
@@ -201,11 +201,11 @@ def _of_replays(rig: Rig, monkeypatch: pytest.MonkeyPatch, times: Times) -> Any:
 
 
 def _times(rig: Rig, step_ms: float, copies: Sequence[CopyTime] = ()) -> Times:
-    engine = make_manager("cpu")
+    engine = make_manager("cpu").engine
     with rig.marks_go_to(engine):
         rig.begin_pass(engine)
         rig.forward(micro_batch(0)).sum().backward()
-        engine.reset()
+        engine.end_iteration()
     assert engine.plan is not None
     num_steps = len(engine.plan.trace.steps)
     return Times((step_ms,) * num_steps, (0.0,) * num_steps, {}, tuple(copies))

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import random as mcore_random
 from tiny_gpt import DENSE_MODULES, ModelCase, compare_on_ranks
 from toy_model import make_manager
 
-from megatron.slipstream.fine_grained_activation_offload.manager import CHECKPOINT_INPUTS
+from megatron.slipstream.fine_grained_activation_offload.engine import CHECKPOINT_INPUTS
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
 
@@ -85,16 +85,16 @@ def test_a_function_that_has_moved_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_checkpoint_inside_another_is_no_group_of_its_own() -> None:
     manager = make_manager("cpu")
-    manager.moves_checkpoint_inputs = True
+    manager.engine.moves_checkpoint_inputs = True
     manager.init_model_chunk_offload_handler(0, None, 0, 1)
     x = torch.randn(4, 8, requires_grad=True)
 
     def outer() -> torch.Tensor:
         with torch.no_grad():  # as a checkpoint runs its part of the model
-            manager.run_checkpoint(x.tanh)
+            manager.engine.run_checkpoint(x.tanh)
         return x.exp()
 
-    manager.run_checkpoint(outer).sum().backward()
+    manager.engine.run_checkpoint(outer).sum().backward()
     manager.reset()
     plan = manager.plan
     assert [str(step) for step in plan.trace.steps] == [

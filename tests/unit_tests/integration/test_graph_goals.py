@@ -24,9 +24,10 @@ from tiny_gpt import ModelCase, build_chunks, initialize, make_config, train
 from toy_model import SCHEDULES, make_chunks, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import NUM_UNTIL_TIMED
 from megatron.slipstream.integration.graphs import goals
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.candidates import PolicyOptions
 
@@ -152,8 +153,10 @@ def test_graphs_that_are_captured_too_early_move_everything_and_a_warning_says_s
 @pytest.mark.parametrize("is_late", [False, True], ids=["", "times come last"])
 def test_after_that_many_iterations_a_plan_has_been_updated_from_times(is_late: bool) -> None:
     backend = TimedBackend()
-    manager = PipelineOffloadManager(backend, PolicyOptions(max_overhead_percent=50.0))
-    manager.predict_overheads()
+    manager = PipelineOffloadManager(
+        OffloadEngine(backend, PolicyOptions(max_overhead_percent=50.0))
+    )
+    manager.engine.predict_overheads()
     chunks = make_chunks()
     backend.has_come = not is_late
     for _ in range(NUM_UNTIL_TIMED):
@@ -161,7 +164,7 @@ def test_after_that_many_iterations_a_plan_has_been_updated_from_times(is_late: 
     assert manager.plan is not None
     assert bool(manager.plan.trace.step_ms) is not is_late
     backend.has_come = True
-    manager.read_times()
+    manager.engine.read_times()
     assert manager.plan.trace.step_ms
     before = manager.report.num_iterations
     run_schedule(chunks, SCHEDULES["accumulation"], manager)

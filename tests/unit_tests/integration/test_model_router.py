@@ -16,6 +16,7 @@ import torch
 from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.seam import model_router
 from megatron.slipstream.options.fields import OffloadConfig
@@ -404,9 +405,7 @@ def test_an_engine_stays_while_backward_can_still_read_what_it_moved(
     router.manager_of(first)
     late = router.manager_of(second)
     late.store.host_pool.allocate(8192)
-    monkeypatch.setattr(
-        model_router.RoutedManager, "is_needed", property(lambda self: self is late)
-    )
+    monkeypatch.setattr(OffloadEngine, "is_needed", property(lambda self: self is late.engine))
     del second
     gc.collect()
     third = Chunk()
@@ -480,9 +479,9 @@ def test_suspending_leaves_no_model_to_cpp(router: Any) -> None:
     """C++ performs the steps of an iteration without asking whether offloading is suspended."""
     managers = router.manager_of(keep := Chunk()), router.manager_of(other := Chunk())
     for manager in managers:
-        manager._now.steps = SimpleNamespace(leaves_out_marks=False)
+        manager.engine._now.steps = SimpleNamespace(leaves_out_marks=False)
     managers[0].disable_offload()
-    assert [manager._now.steps for manager in managers] == [None, None]
+    assert [manager.engine._now.steps for manager in managers] == [None, None]
     del keep, other
 
 
@@ -493,7 +492,7 @@ def test_models_with_layers_in_graphs_have_engines_of_their_own(router: Any) -> 
     first, second = map(router.manager_of, chunks)
     assert first.graphs is not second.graphs
     plain = router.manager_of(without := Chunk())
-    tries = [manager._tuner.tries_plans for manager in (first, second, plain)]
+    tries = [manager.engine._tuner.tries_plans for manager in (first, second, plain)]
     assert tries == [False, False, True], "graphs cost the host nothing for each group"
     del without
     from megatron.core.pipeline_parallel import fine_grained_activation_offload
@@ -524,7 +523,7 @@ def _calls(rank: int, world_size: int, port: int) -> None:
     engine = install.installed()
     assert len(engine.router._model_of) == 0, "a model without gradients needs no plan"
     num_passes: list[int] = []
-    moved.run(0, inside_loss=lambda: num_passes.append(len(engine._now.passes)) or 0.0)
+    moved.run(0, inside_loss=lambda: num_passes.append(len(engine.engine._now.passes)) or 0.0)
     assert num_passes == [1, 2], "one pass for each micro-batch"
     moved.run(1)
     assert seen == ["checked"]

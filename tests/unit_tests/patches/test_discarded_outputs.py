@@ -23,7 +23,9 @@ def test_the_engine_hears_of_each_output_while_it_is_there(monkeypatch: pytest.M
     heard: list[int] = []
     manager = make_manager("cpu")
     monkeypatch.setattr(
-        manager, "before_discard", lambda tensor: heard.append(tensor.untyped_storage().nbytes())
+        manager.store,
+        "before_discard",
+        lambda tensor: heard.append(tensor.untyped_storage().nbytes()),
     )
     table.apply(Feature.ENGINE_ON_GPU)
     try:

@@ -12,8 +12,9 @@ import torch
 from make_trace import Model, one_f_one_b, one_pass, timed, trace_of
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.actions import ActionKind, Plan
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
@@ -76,7 +77,7 @@ def test_a_plan_beyond_the_limit_is_refused() -> None:
 
 @pytest.mark.parametrize("limit", [None, 0, 1, 2])
 def test_the_iteration_before_the_first_plan_keeps_to_it(limit: int | None) -> None:
-    manager = PipelineOffloadManager(CpuBackend(), PolicyOptions(release_lag=3))
+    manager = PipelineOffloadManager(OffloadEngine(CpuBackend(), PolicyOptions(release_lag=3)))
     manager.init_model_chunk_offload_handler(0, 1, 0, 1, max_inflight_offloads=limit)
     weight = torch.ones(8, requires_grad=True)
     output = weight * 1
@@ -90,7 +91,7 @@ def test_the_iteration_before_the_first_plan_keeps_to_it(limit: int | None) -> N
         mark.on_group_commit_forward(name)
         leaving = Counter(
             group.name
-            for group in manager._now.groups.values()
+            for group in manager.engine._now.groups.values()
             for storage in group.storages()
             if storage.residence is Residence.OFFLOADING
         )

@@ -20,7 +20,7 @@ from toy_model import SCHEDULES, WIDTH, Chunk, Layer, make_chunks, micro_batch
 from watched_backend import Issued, Queues, WatchedBackend, WatchedManager, num_signals
 
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams, Signal
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.edges import EDGES, Edge, OpKind, Queue
 from megatron.slipstream.plan.host_layout import HostBuffer
@@ -157,18 +157,18 @@ def follow(case: Case, num_iterations: int = 1, is_read: bool = True) -> Followe
     def announce(chunk_pass: int, _: torch.Tensor) -> None:
         """The marks of a backward pass in which autograd reads nothing."""
         for group in reversed([g for g in manager.committed if g.key.chunk_pass == chunk_pass]):
-            manager.use_group(group)
+            manager.engine.use_group(group)
 
     chunks, schedule = case.chunks(), SCHEDULES[case.schedule]
     run(chunks, schedule, manager, backward)
-    plan = manager._last_plan
+    plan = manager.engine._last_plan
     assert plan is not None
     manager.close()
     manager.watched.slabs.clear()
     for _ in range(num_iterations):
         manager.watch(plan.trace)
         run(chunks, schedule, manager, backward if is_read else announce)
-    assert manager._last_plan is plan
+    assert manager.engine._last_plan is plan
     return Followed(plan, derive_schedule(plan), manager.watched)
 
 

@@ -21,12 +21,13 @@ from reported_runs import make_run, make_trace, with_waits
 from toy_model import SCHEDULES, make_chunks, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.report import (
     LayerReport,
     RankReport,
     Report,
 )
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_trace, save_trace
@@ -335,7 +336,7 @@ def test_a_long_iteration_makes_a_page_of_a_few_megabytes() -> None:
 
 
 def test_the_page_of_a_real_run_is_of_the_plan_that_it_followed(tmp_path: Path) -> None:
-    manager = PipelineOffloadManager(CpuBackend())
+    manager = PipelineOffloadManager(OffloadEngine(CpuBackend()))
     chunks = make_chunks(1)
     for _ in range(4):
         run_schedule(chunks, SCHEDULES["accumulation"], manager)

@@ -1,7 +1,7 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// The saved-tensor hooks of a group's region, and its entry and exit: `__enter__` and `__exit__` in
-// manager.py are the reference.
+// The saved-tensor hooks of a group's region, and its entry and exit: `enter` and `leave` in engine.py
+// are the reference.
 
 #pragma once
 
@@ -64,14 +64,14 @@ class Regions {
   }
 
   // Enters the region of the group that a mark in C++ started last. Appends to the engine's
-  // `_regions` the flag's previous value, or None if the region has no hooks. Returns false, with
+  // `regions` the flag's previous value, or None if the region has no hooks. Returns false, with
   // no effect, if Python must do it.
   static bool enter(const py::object& engine, const Steps& steps) {
     if (others_save()) return false;
     Store& store = *steps.store;
     const auto group = std::exchange(store.started, nullptr);
     group->untracked_in = std::exchange(store.kept_in, py::none());
-    const py::object regions = GET(engine, "_regions");
+    const py::object regions = GET(engine, "regions");
     py::object before = py::none();
     if (group->untracked_in.is_none()) {
       auto [pack, unpack] = hooks(steps.owner_of_store, steps.store, group, engine);
@@ -85,7 +85,7 @@ class Regions {
 
   // Leaves the region entered last. Returns false, with no effect, if Python entered it.
   static bool leave(const py::object& engine) {
-    const py::object regions = GET(engine, "_regions");
+    const py::object regions = GET(engine, "regions");
     const Py_ssize_t last = PyList_GET_SIZE(regions.ptr()) - 1;
     if (last < 0) return false;
     const auto before = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(regions.ptr(), last));

@@ -1,7 +1,7 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
 // The marks of an iteration that follows its plan and is not measured: the methods of the same
-// names in engine.py and manager.py are the reference. `engine` is a `PipelineOffloadManager`. Rare
+// names in engine.py are the reference. `engine` is an `OffloadEngine`. Rare
 // cases are left to Python: the functions then return false (or None), with no effect.
 
 #pragma once

@@ -327,6 +327,9 @@ class AttachedEngine(OffloadEngine):
         self.commit_group(name)
         self._own_passes[-1].add(group, hook)
 
+    def _prepare_pass(self, policy: PassPolicy) -> None:
+        """Do nothing: regions are left by their hooks, and nothing is captured."""
+
     def _stays(self, group: OffloadTensorGroup) -> bool:
         plan = self._now.plan
         if plan is not None and not plan.trace.group_by_key[group.key].storages:

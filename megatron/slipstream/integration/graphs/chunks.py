@@ -32,8 +32,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.experts.capacity import LayerCapacity, step_check
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.graphs.bank import ChunkGraphs
 from megatron.slipstream.graphs.capture import CudaGraphs, EagerGraphs, GraphBackend
@@ -47,6 +47,7 @@ from megatron.slipstream.integration.graphs.quantized_weights import (
 from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
 from megatron.slipstream.integration.packed.context_parallel_groups import context_parallel_groups
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.integration.seam.model_router import installed, marks_go_to
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.options.chunk_graphs import CHUNK_GRAPH_RULES
@@ -310,28 +311,31 @@ def _offloading(wrapper: Any, num_slots: int, name: str) -> Optional[ChunkOffloa
             "model is built"
         )
 
-    def make_engine(num_verified: int) -> PipelineOffloadManager:
+    def make_engine(num_verified: int) -> OffloadEngine:
         pool = manager.store.host_pool
         if pool.in_use_bytes == 0:
             # It served iterations without graphs; graphs have their own host memory.
             manager.store.close()
         limit_bytes = share_of_host_memory(pool.limit_bytes, pool.allocated_bytes, num_slots)
         engine = manager.make_graph_engine(limit_bytes, num_verified)
-        engine.change_assignment(manager.router.known_manager(wrapper).assignment)
+        engine.change_assignment(manager.router.known_manager(wrapper).engine.assignment)
         return engine
 
-    def begin_pass(engine: PipelineOffloadManager) -> None:
+    def begin_pass(engine: OffloadEngine) -> None:
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         engine.begin_pass(0, PassPolicy.of(config), pp_rank)
 
     def note_replayed(replayed: ReplayedPass) -> Callable[[], object]:
         # Looked up now: an engine may be uninstalled before its graphs are deleted.
-        noted = manager.router.known_manager(wrapper).replayed
+        noted = manager.router.known_manager(wrapper).engine.replayed
         noted[name] = replayed
         return partial(noted.pop, name, None)
 
-    num_verified = manager.config.offload_verify
-    return ChunkOffloading(make_engine, begin_pass, marks_go_to, note_replayed, num_verified)
+    def marks_of_chunk_go_to(engine: OffloadEngine) -> contextlib.AbstractContextManager[None]:
+        return marks_go_to(PipelineOffloadManager(engine))
+
+    contexts = (begin_pass, marks_of_chunk_go_to)
+    return ChunkOffloading(make_engine, *contexts, note_replayed, manager.config.offload_verify)
 
 
 class _DataParallel:

@@ -29,10 +29,10 @@ from megatron.slipstream.fine_grained_activation_offload.graph_capture import (
     GraphedLayer,
     GraphId,
 )
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration.graphs.goals import warn_of_untimed_plan
 from megatron.slipstream.integration.seam import compat, model_router
 from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.integration.seam.specs import replace_classes
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.model import graphed_modules
@@ -288,8 +288,8 @@ def open_graphs(
     manager = _engine_of(layer)
     if manager is not None and not manager.graphs.is_open:
         require(preflight.check_graphs(preflight.collect()))
-        manager.read_times()  # The device is idle: a capture begins.
-        warn_of_untimed_plan(manager)
+        manager.engine.read_times()  # The device is idle: a capture begins.
+        warn_of_untimed_plan(manager.engine)
         manager.graphs.open(manager.plan, num_sets)
     return manager
 

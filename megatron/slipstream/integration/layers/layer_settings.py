@@ -279,4 +279,4 @@ def _tell_engine(chunks: Sequence[torch.nn.Module], assignment: Assignment) -> N
     if manager is None or not models[0].config.fine_grained_activation_offloading:
         return
     manager.router.bind(models)
-    manager.router.manager_of(models[0]).change_assignment(assignment)
+    manager.router.manager_of(models[0]).engine.change_assignment(assignment)

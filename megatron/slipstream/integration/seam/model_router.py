@@ -28,11 +28,12 @@ import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.engine_setup import host_limit
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.integration.seam.gradients import Gradients
+from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.integration.seam.p2p_sync import disable_p2p_host_sync
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.options.model import moves_in_layer_graphs
@@ -83,7 +84,8 @@ class RoutedManager(PipelineOffloadManager):
 
     def __init__(self, router: Router, *arguments: Any) -> None:
         self.router = router
-        super().__init__(*arguments)
+        super().__init__(OffloadEngine(*arguments))
+        self.engine.switch = router
         self.config = OffloadConfig()
         """The settings from which it was created."""
         self.budget: Optional[Budget] = None
@@ -100,7 +102,7 @@ class RoutedManager(PipelineOffloadManager):
     def do_offload(self, is_on: bool) -> None:
         self.router.is_on = is_on
         for manager in self.router.managers:
-            manager.follow_in_python()
+            manager.engine.follow_in_python()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -149,9 +151,7 @@ class RoutedManager(PipelineOffloadManager):
         super().close()
         host_limit.leave(self.store.host_pool)
 
-    def make_graph_engine(
-        self, limit_bytes: Optional[int], num_verified: int
-    ) -> PipelineOffloadManager:
+    def make_graph_engine(self, limit_bytes: Optional[int], num_verified: int) -> OffloadEngine:
         """Create an engine with the same settings for passes in graphs of whole chunks.
 
         It works in Python: a replay runs neither Python nor C++.
@@ -162,22 +162,12 @@ class RoutedManager(PipelineOffloadManager):
         """
         options = replace(self.options, host_memory_limit_bytes=limit_bytes)
         arguments = (self.store.backend, options, self.report.rank, num_verified)
-        engine = PipelineOffloadManager(*arguments, is_native=False)
+        engine = OffloadEngine(*arguments)
         engine.store.host_pool.process_limit = self.store.host_pool.process_limit
         engine.store.host_pool.part_of = self.store.host_pool
-        engine.moves_checkpoint_inputs = self.moves_checkpoint_inputs
-        engine.region_flag = self.region_flag
+        engine.moves_checkpoint_inputs = self.engine.moves_checkpoint_inputs
+        engine.region_flag = self.engine.region_flag
         return engine
-
-    @property
-    def num_steps(self) -> int:
-        """Number of marks passed since the last iteration ended."""
-        return self._now.num_steps
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether backward may still read offloaded tensors."""
-        return any(chunk.awaits_backward for chunk in self._now.passes)
 
 
 class _Model:
@@ -316,7 +306,7 @@ class Router:
             model.manager = self._new_manager()
             if moves_in_layer_graphs(chunk.config):
                 # A replay costs the host nothing for each group, which a trial would measure.
-                model.manager.predict_overheads()
+                model.manager.engine.predict_overheads()
         return model.manager
 
     def known_manager(self, model: torch.nn.Module) -> RoutedManager:
@@ -336,7 +326,7 @@ class Router:
             nodes = build()
             manager = self._calls[-1]
             if manager is not None:
-                manager.run_in_nodes()
+                manager.engine.run_in_nodes()
             return nodes
 
     def call(self, chunk: Any, inputs: Any, run: Callable[[], Any]) -> Any:
@@ -363,9 +353,9 @@ class Router:
         try:
             if manager is not None:
                 seam.OFFLOAD_MGR = manager
-                manager.wanted_modules = tuple(chunk.config.offload_modules or ())
+                manager.engine.wanted_modules = tuple(chunk.config.offload_modules or ())
                 if budget is not None:
-                    budget.enter(chunk, tensors_in(inputs), is_first=not manager.has_begun)
+                    budget.enter(chunk, tensors_in(inputs), is_first=not manager.engine.has_begun)
                 self.begins_pass = True
                 if hasattr(chunk, "preprocess_for_fine_grained_offloading"):
                     chunk.preprocess_for_fine_grained_offloading()
@@ -375,7 +365,7 @@ class Router:
                 budget.leave(chunk)
         except BaseException:
             if manager is not None:
-                manager.leave_open_regions()
+                manager.engine.leave_open_regions()
             raise
         finally:
             self.begins_pass = began
@@ -385,7 +375,7 @@ class Router:
 
     def note_call(self) -> None:
         """Record that a chunk is called, with or without gradients."""
-        self._steps_before = {manager: manager.num_steps for manager in self.managers}
+        self._steps_before = {manager: manager.engine.num_steps for manager in self.managers}
 
     def ended_by_schedule(self, current: RoutedManager) -> list[RoutedManager]:
         """Return the engines whose iteration ends with the schedule that notified ``current``.
@@ -394,10 +384,10 @@ class Router:
         forward before it, so its model has passed marks since a chunk was last called. A model in
         the middle of its own iteration, whose loss or forward step runs the schedule, has not.
         """
-        under_way = [manager for manager in self.managers if manager.num_steps > 0]
+        under_way = [manager for manager in self.managers if manager.engine.num_steps > 0]
         if not under_way:
             return [current]
-        return [m for m in under_way if m.num_steps != self._steps_before.get(m, 0)]
+        return [m for m in under_way if m.engine.num_steps != self._steps_before.get(m, 0)]
 
     def close(self) -> None:
         """Free all host memory."""
@@ -420,7 +410,7 @@ class Router:
 
     def _drop_dead_models(self) -> None:
         for model in list(self._models):
-            if model.chunks or (model.manager is not None and model.manager.is_needed):
+            if model.chunks or (model.manager is not None and model.manager.engine.is_needed):
                 continue
             self._models.remove(model)
             if model.manager is not None and model.manager is not self.default:
@@ -428,10 +418,10 @@ class Router:
 
 
 @contextlib.contextmanager
-def marks_go_to(engine: PipelineOffloadManager) -> Iterator[None]:
+def marks_go_to(manager: PipelineOffloadManager) -> Iterator[None]:
     """Send the marks of layers to this engine during a capture."""
     seam = mcore_offload.PipelineOffloadManager
-    before, seam.OFFLOAD_MGR = seam.OFFLOAD_MGR, engine
+    before, seam.OFFLOAD_MGR = seam.OFFLOAD_MGR, manager
     try:
         yield
     finally:
@@ -449,17 +439,17 @@ def _add_nothing(_: RankReport, __: Sequence[torch.nn.Module]) -> None:
 
 
 def _output_begins(_: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-    manager = marking_engine()
-    if manager is not None:
-        manager.mark_output(StepKind.OUTPUT_START)
-        manager.mark_gradient(StepKind.OUTPUT_BACKWARD_END, tensors_in(inputs))
+    engine = marking_engine()
+    if engine is not None:
+        engine.mark_output(StepKind.OUTPUT_START)
+        engine.mark_gradient(StepKind.OUTPUT_BACKWARD_END, tensors_in(inputs))
 
 
 def _output_ends(_: torch.nn.Module, __: Any, logits: Any) -> None:
-    manager = marking_engine()
-    if manager is not None:
-        manager.mark_output(StepKind.OUTPUT_END)
-        manager.mark_gradient(StepKind.OUTPUT_BACKWARD_START, tensors_in(logits))
+    engine = marking_engine()
+    if engine is not None:
+        engine.mark_output(StepKind.OUTPUT_END)
+        engine.mark_gradient(StepKind.OUTPUT_BACKWARD_START, tensors_in(logits))
 
 
 def _num_stages(chunk: Any) -> int:

@@ -76,20 +76,20 @@ class _Mark:
     def _start(self, given: Iterable[Any]) -> None:
         engine = marking_engine()
         if engine is not None:
-            engine.start_on(next(filter(torch.is_tensor, given)), self.name)
-            engine.__enter__()
+            engine.start(next(filter(torch.is_tensor, given)), self.name)
+            engine.enter()
 
     def _end(self, given: Any) -> Any:
         engine = marking_engine()
         if engine is None:
             return None
-        engine.__exit__(None, None, None)
+        engine.leave()
         if self.name == "output_layer":
             # The loss changes logits in place; tiles give losses instead.
             engine.end_without_node(tensors_in(given)[0], self.name)
             return None
         first, *others = (given,) if isinstance(given, torch.Tensor) else given
-        marked = engine.end_on(first, self.name)
+        marked = engine.end(first, self.name)
         return marked if first is given else (marked, *others)
 
     def put_around(

@@ -1,0 +1,270 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The interface that megatron-core's layers, models and schedules call, in front of an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Optional
+
+import torch
+
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
+from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphCaptures
+from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
+from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.candidates import PolicyOptions
+
+logger = logging.getLogger(__name__)
+
+
+class PipelineOffloadManager:
+    """megatron-core's interface of an engine.
+
+    Args:
+        engine: Does the work. The model's configuration sets its fraction and delta.
+    """
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self.engine = engine
+        """Does the work."""
+        self._has_warned_of_no_groups = False
+        self._cuda_graph_stream: Optional[Stream] = None
+        self._cuda_graph_event: Optional[Event] = None
+        self._in_replay = False
+
+    # What users see of the engine.
+
+    @property
+    def report(self) -> RankReport:
+        """Statistics of the last complete iteration."""
+        return self.engine.report
+
+    @property
+    def plan(self) -> Optional[Plan]:
+        """The plan being followed, or else that of the last iteration; None if there is none."""
+        return self.engine.plan
+
+    @property
+    def options(self) -> PolicyOptions:
+        """The planning options."""
+        return self.engine.options
+
+    @property
+    def store(self) -> ActivationStore:
+        """The saved activations."""
+        return self.engine.store
+
+    @property
+    def graphs(self) -> GraphCaptures:
+        """The CUDA graph captures."""
+        return self.engine.graphs
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all measurements for plans are done, and the last plan is final."""
+        return self.engine.is_settled
+
+    def finish_report(self) -> None:
+        """Add the times of iterations that the device has finished to the report."""
+        self.engine.finish_report()
+
+    def close(self) -> None:
+        """Free the host memory. Saved tensors cannot be read afterwards."""
+        self.engine.close()
+
+    # megatron-core's contract.
+
+    @property
+    def do_offload(self) -> bool:
+        """False while offloading is suspended: marks then do nothing."""
+        return self.engine.do_offload
+
+    @do_offload.setter
+    def do_offload(self, is_on: bool) -> None:
+        self.engine.do_offload = is_on
+
+    @property
+    def d2h_stream(self) -> Stream:
+        """The stream of copies to the host.
+
+        Raises:
+            RuntimeError: A layer unknown to the engine is capturing a CUDA graph, which cannot
+                include the copies.
+        """
+        if not self.graphs.is_capturing and self.store.backend.is_capturing():
+            raise RuntimeError(
+                "offload_modules inside CUDA graphs are not supported with layers of which the "
+                "engine has seen no iteration before the capture because their copies would not "
+                "be part of the graph; set cuda_graph_warmup_steps to at least 1, build the model "
+                "from megatron.slipstream.with_graph_offloading(spec), or leave the modules that "
+                "are captured out of offload_modules"
+            )
+        return self.store.copy_streams.d2h
+
+    @property
+    def h2d_stream(self) -> Stream:
+        """The stream of copies to the device."""
+        return self.store.copy_streams.h2d
+
+    @property
+    def cuda_graph_stream(self) -> Stream:
+        """The stream on which captured layers are replayed."""
+        if self._cuda_graph_stream is None:
+            self._cuda_graph_stream = self.store.backend.new_stream()
+        return self._cuda_graph_stream
+
+    @property
+    def cuda_graph_event(self) -> Event:
+        """The external event recorded inside captured layers."""
+        if self._cuda_graph_event is None:
+            self._cuda_graph_event = torch.cuda.Event(external=True)
+        return self._cuda_graph_event
+
+    @property
+    def offload_summary_bytes(self) -> dict[str, int]:
+        """The reduction of the device peak by the latest plan in bytes, by module name."""
+        return self.engine.peak_drop_bytes
+
+    @property
+    def offload_summary_total_bytes(self) -> int:
+        """The reduction of the device peak by the latest plan in bytes."""
+        return sum(self.offload_summary_bytes.values())
+
+    # Passes and iterations.
+
+    def init_model_chunk_offload_handler(
+        self,
+        pp_rank: int,
+        vp_size: Optional[int],
+        vp_stage: Optional[int],
+        min_offloaded_tensor_size: int = 1024 * 1024,
+        delta_offload_bytes_across_pp_ranks: int = 0,
+        activation_offload_fraction: float = 1.0,
+        max_inflight_offloads: Optional[int] = None,
+    ) -> None:
+        """Begin a pass through a model chunk. Called by the model before its first layer.
+
+        Passes without gradients, and recomputations in backward, are ignored.
+
+        Args:
+            pp_rank: Pipeline-parallel rank.
+            vp_size: Number of model chunks on this rank; None means 1.
+            vp_stage: Index of this model chunk; None means 0.
+            min_offloaded_tensor_size: Minimum size of a moving tensor's memory, in elements.
+            delta_offload_bytes_across_pp_ranks: Additional bytes that each later rank keeps.
+            activation_offload_fraction: Fraction of a pass's groups that move.
+            max_inflight_offloads: See ``PolicyOptions``.
+        """
+        policy = PassPolicy(
+            min_offloaded_tensor_size,
+            activation_offload_fraction,
+            delta_offload_bytes_across_pp_ranks,
+            max_inflight_offloads,
+        )
+        self.engine.begin_pass(vp_stage or 0, policy, pp_rank)
+
+    def reset(self, **_: Any) -> None:
+        """End an iteration. The schedule calls this after forward-backward, or forward alone."""
+        self.flush_delayed_groups()
+        self.graphs.close()
+        engine = self.engine
+        if engine.lacks_groups and engine.wanted_modules and not self._has_warned_of_no_groups:
+            self._has_warned_of_no_groups = True
+            logger.warning(
+                "rank %d: nothing moves, because no group of offload_modules=%s ran; name modules "
+                "that its layers have",
+                self.report.rank,
+                ",".join(engine.wanted_modules),
+            )
+        engine.end_iteration()
+
+    def disable_offload(self) -> None:
+        """Ignore marks from the next one on. Offloaded groups are still reloaded."""
+        self.do_offload = False
+
+    def enable_offload(self) -> None:
+        """Undo :meth:`disable_offload`."""
+        self.do_offload = True
+
+    # Groups.
+
+    def pop_forward_chunk(self, name: str) -> None:
+        """Start a group called ``name``; its operations follow in the region entered next.
+
+        Returns:
+            None, so that no graph node marks the start: [Note: One mark per group].
+        """
+        self.engine.start_group(name)
+
+    def start_on(self, tensor: torch.Tensor, name: str) -> None:
+        """Start a group called ``name``, whose input is ``tensor``."""
+        self.engine.start(tensor, name)
+
+    def cur_forward_chunk(self) -> Optional[CommitMark]:
+        """Return the object that marks a group's end; None outside a training pass."""
+        owner = self.engine.owner_of_marks()
+        return None if owner is None else CommitMark(owner)
+
+    def end_on(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        given_up: Sequence[torch.Tensor] = (),
+        is_delayed: bool = False,
+    ) -> torch.Tensor:
+        """End a group on one of its outputs.
+
+        Args:
+            tensor: The output.
+            name: Name of the group.
+            given_up: Tensors that forward no longer reads, though other references may exist.
+            is_delayed: Whether the commit waits for :meth:`flush_delayed_groups` during a replay.
+
+        Returns:
+            ``tensor`` with a graph node that marks where backward needs the group.
+        """
+        if not (is_delayed and self._in_replay):
+            return self.engine.end(tensor, name, given_up)
+        mark = self.cur_forward_chunk()
+        if mark is None:
+            return tensor
+        self.push_offload_groups(mark.on_group_commit_forward, name, given_up)
+        return self.store.mark(tensor, partial(mark.on_group_commit_backward, name))
+
+    def __enter__(self) -> PipelineOffloadManager:
+        """Enter the region of the last started group: tensors saved inside belong to it."""
+        self.engine.enter()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Leave the region."""
+        self.engine.leave()
+
+    def mark_not_offload(self, tensor: Optional[torch.Tensor]) -> None:
+        """Keep ``tensor`` on the device, whichever group saves it."""
+        if tensor is not None:
+            tensor._do_not_offload = True  # type: ignore[attr-defined]
+
+    mark_not_offloadable = mark_not_offload
+
+    def push_offload_groups(
+        self,
+        group_hook: Callable[..., None],
+        name: str,
+        forced_released_tensors: Sequence[torch.Tensor],
+    ) -> None:
+        """Queue a commit for :meth:`flush_delayed_groups`."""
+        self.engine.delayed.append(partial(group_hook, name, forced_released_tensors))
+
+    def flush_delayed_groups(self) -> None:
+        """Run the delayed commits, in order."""
+        delayed, self.engine.delayed = self.engine.delayed, []
+        for commit in delayed:
+            commit()
