@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Optional
 from megatron.core.enums import Fp8Recipe
 from model_options import VALID_MODEL
 
+from megatron.slipstream.integration.seam.compat import RELEASE_RULES
 from megatron.slipstream.options.budget import BUDGET_RULES
 from megatron.slipstream.options.chunk_graphs import CHUNK_GRAPH_RULES
 from megatron.slipstream.options.context_parallel import DYNAMIC_RULES
@@ -655,6 +656,24 @@ class Table(NamedTuple):
 
 
 NO_OFFLOADING = {"fine_grained_activation_offloading": False}
+OLDER = {"models_pass_their_rank": False, "has_gpt_builder": False}
+OF_RELEASE = [
+    Case(
+        {"offload_modules": ["fused_group_mlp"], "num_experts": 2},
+        [{"offload_modules": ["expert_fc1"]}],
+    ),
+    Case(LOCAL_EXPERTS, [{**TE_GRAPHS, "cuda_graph_modules": []}, {"cuda_graph_impl": "none"}]),
+    Case({**NO_OFFLOADING, **CHUNKS}, [{"cuda_graph_granularity": "layer"}]),
+    Case({"sequence_packing": "greedy", **TE_GRAPHS}, [{"cuda_graph_impl": "none"}]),
+    Case(
+        {"moe_sync_free_experts": True, "num_experts": 8, "bf16": True},
+        [{"moe_sync_free_experts": False}],
+    ),
+    off("mtp_num_layers", 1),
+    off("heterogeneous_layers_config_path", "layers.json"),
+    off("experimental_attention_variant", "gated_delta_net"),
+    off("spec", ["module", "name"]),
+]
 TABLES = {
     "offload": Table(RULES, OWN, MODEL),
     "model": Table(
@@ -844,13 +863,24 @@ TABLES = {
         ],
     ),
     "attach": Table(ATTACH_RULES, OF_ATTACH, MODEL),
-    "machine": Table(MACHINE_RULES, OF_MACHINE, TRAINING),
+    "machine": Table(
+        MACHINE_RULES,
+        OF_MACHINE,
+        TRAINING,
+        accepted=[{**ON_GPU, "transformer_impl": "local"}],
+    ),
+    "release": Table(
+        RELEASE_RULES,
+        OF_RELEASE,
+        {**MODEL, **OLDER, "release": "megatron-core 0.18.2"},
+        {"models_pass_their_rank": True, "has_gpt_builder": True},
+    ),
     "schedule": Table(SCHEDULE_RULES, OF_SCHEDULE, TRAINING, {"skip_train": True}),
 }
 TOGETHER = [
     rule
     for name, table in TABLES.items()
-    if name not in ("attach", "graphs", "machine", "schedule")
+    if name not in ("attach", "graphs", "machine", "release", "schedule")
     for rule in table.rules
 ]
 """The rules that a cure must not violate, beside those of its own table."""

@@ -14,15 +14,19 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import pytest
 import torch
 from forked import Done, run_function, run_script
 from training_runs import prepare_training
 
+from megatron.slipstream.integration.entry import checks
+from megatron.slipstream.integration.seam import compat
+from megatron.slipstream.launcher import check_launcher
 from megatron.slipstream.options import datasets, preflight
-from megatron.slipstream.options.rules import check_rules, require
+from megatron.slipstream.options.facts import Facts
+from megatron.slipstream.options.rules import require
 from megatron.slipstream.patches import releases
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,78 +91,28 @@ def folder(tmp_path: Path) -> Path:
 
 
 REFUSALS = {
-    "unknown module": ([*OFFLOAD, "core_atn"], ["'core_atn'", "did you mean 'core_attn'?"]),
-    "attn_proj alone": ([*OFFLOAD, "attn_proj"], ["'attn_proj'", "add 'core_attn'"]),
-    "no module": (["--fine-grained-activation-offloading"], ["set offload_modules"]),
     "fraction": (
         [*OFFLOAD, "core_attn", "--activation-offload-fraction", "1.5"],
         ["activation_offload_fraction=1.5", "[0, 1]"],
-    ),
-    "experts of a dense model": ([*OFFLOAD, "moe_act"], ["num_moe_experts is not set"]),
-    "negative lag": (["--offload-release-lag", "-1"], ["offload_release_lag=-1"]),
-    "megatron's engine": (
-        [*OFFLOAD, "core_attn", "--offload-engine", "megatron"],
-        ["offload_engine=megatron", "set offload_engine=slipstream"],
-    ),
-    "cuda backend": (
-        [*OFFLOAD, "core_attn", "--offload-backend", "cuda"],
-        ["offload_backend=cuda", "set offload_backend=auto"],
     ),
     "flag with a typo": (
         ["--fine-grained-activation-offloding"],
         ["did you mean --fine-grained-activation-offloading?"],
     ),
     "value of another type": (["--hidden-size", "big"], ["--hidden-size", "'big'"]),
-    "unknown engine": (["--offload-engine", "other"], ["--offload-engine", "slipstream"]),
     "megatron's bare assertion": (
         ["--num-attention-heads", "5"],
         ["hidden_size % args.num_attention_heads"],
     ),
-    "layers of Transformer Engine": (
-        ["--transformer-impl", "transformer_engine"],
-        ["transformer_impl=transformer_engine", "set --transformer-impl local"],
-    ),
     "hybrid model": (["--hybrid-layer-pattern", "M*"], ["hybrid_layer_pattern='M*'"]),
     "tokenizer file": (["--tokenizer-json", "no.json"], ["tokenizer_json=no.json", "No such file"]),
-    "no iteration": (["--train-iters", "0"], ["train_iters=0", "set --train-iters to 1"]),
-    "fewer than none": (["--train-iters", "-3"], ["train_iters=-3", "set --train-iters to 1"]),
-    "no layer": (["--num-layers", "0"], ["num_layers=0", "set --num-layers to 1"]),
-    "no token": (["--vocab-size", "0"], ["vocab_size=0", "set --vocab-size to 1"]),
-    "a line every 0": (["--log-interval", "0"], ["log_interval=0", "set --log-interval to 1"]),
-    "two sources": (["--data-path", "text"], ["data_path=", "mock_data=True", "leave --mock-data"]),
     "YAML": (["--yaml-cfg", "no.yaml"], ["yaml_cfg", "give the settings as flags"]),
-    "packed rows": (
-        ["--sequence-packing", "greedy", "--micro-batch-size", "2"],
-        ["micro_batch_size=2", "sequence_packing=greedy", "set 1 and a larger seq_length"],
-    ),
-    "inputs of checkpoints that keep none": (
-        [
-            *(*OFFLOAD, "core_attn", "--offload-checkpoint-inputs"),
-            *("--recompute-granularity", "selective", "--recompute-modules", "layernorm"),
-        ],
-        ["offload_checkpoint_inputs=True", "['layernorm']", "name one of core_attn, mlp"],
-    ),
-    "sequence parallelism": (
-        ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
-        ["sequence_parallel=True", "without a GPU", "leave --sequence-parallel out"],
-    ),
-    "sharded grouped experts": (
-        ["--num-experts", "2", "--moe-grouped-gemm", "--ckpt-format", "torch_dist"],
-        ["moe_grouped_gemm=True", "without a GPU", "set --ckpt-format torch"],
-    ),
-    "nothing to evaluate first": (
-        ["--eval-before-training"],
-        ["eval_before_training=True", "eval_iters=0", "set --eval-iters to 1"],
-    ),
-    "nothing to evaluate before": (
-        ["--eval-before-training", "--skip-train", "--eval-iters", "1"],
-        ["eval_before_training=True", "skip_train=True", "leave --eval-before-training out"],
-    ),
     "packing by another name": (
         ["--sequence-packing", "greedy", "--enable-cuda-graph"],
         ["cuda_graph_impl=local", "sequence_packing=greedy", "leave it out"],
     ),
 }
+"""One for each place that refuses; tests/unit_tests/options has a case for every rule."""
 
 
 @pytest.mark.releases
@@ -171,116 +125,35 @@ def test_a_mistake_is_one_line_that_names_option_and_cure(case: str, folder: Pat
     _assert_refused(_train(folder, [*MODEL, *MOCK, *save, *flags]), folder, *words)
 
 
-@pytest.mark.parametrize("packing, refused", [("balanced", True), ("greedy", False)])
-def test_packs_of_several_corpora_are_not_balanced(
-    packing: str, refused: bool, folder: Path, tmp_path: Path
-) -> None:
+def test_packs_of_several_corpora_are_not_balanced(folder: Path, tmp_path: Path) -> None:
     prefixes = [str(tmp_path / name) for name in "ab"]
     for prefix in prefixes:
         _write_dataset(Path(prefix))
     flags = [*MODEL, *MOCK[1:], "--data-path", *prefixes, "--split", "1,0,0"]
-    flags += ["--data-cache-path", str(tmp_path / "cache"), "--sequence-packing", packing]
-    outcome = _train(folder, flags)
-    if refused:
-        words = ["data_path with 2 corpora", "sequence_packing=balanced", "set data_path"]
-        _assert_refused(outcome, folder, *words)
-    else:
-        assert outcome.code == 0, outcome.output
-
-
-@pytest.mark.parametrize(
-    "packing, implementation, has_gpu, refused",
-    [
-        ("greedy", "local", True, True),
-        ("greedy", "local", False, False),
-        ("greedy", "transformer_engine", True, False),
-        (None, "local", True, False),
-    ],
-)
-def test_megatron_s_own_attention_on_a_gpu_takes_no_packed_sequences(
-    packing: Any,
-    implementation: str,
-    has_gpu: bool,
-    refused: bool,
-) -> None:
-    from megatron.slipstream.integration.entry import checks
-
-    args = types.SimpleNamespace(
-        has_gpu=has_gpu,
-        sequence_packing=packing,
-        transformer_impl=implementation,
-        fine_grained_activation_offloading=False,
-        activation_memory_budget=None,
-        eval_interval=1,
-        full_validation=False,
-        skip_train=False,
-        output_interval=0,
-        train_iters=1,
-        train_samples=None,
-        log_interval=1,
-        num_layers=2,
-        vocab_size=None,
-        mock_data=False,
-        data_path=None,
-        tensor_model_parallel_size=1,
-        num_experts=None,
-        eval_before_training=False,
-    )
-    findings = check_rules(checks.MACHINE_RULES, args)
-    if refused:
-        with pytest.raises(ValueError, match="transformer_impl=local .*=greedy.*; set --transf"):
-            require(findings)
-    else:
-        assert findings == []
+    outcome = _train(folder, [*flags, "--sequence-packing", "balanced"])
+    words = ["data_path with 2 corpora", "sequence_packing=balanced", "set data_path"]
+    _assert_refused(outcome, folder, *words)
 
 
 # Options that an older release lacks
 
-LATER: dict[str, tuple[Callable[[], bool], list[str], list[str]]] = {
-    "fraction": (
-        releases.models_pass_their_rank,
-        [*OFFLOAD, "core_attn", "--activation-offload-fraction", "0.5"],
-        ["activation_offload_fraction", "set offload_target_memory_gib"],
-    ),
-    "delta": (
-        releases.models_pass_their_rank,
-        [*OFFLOAD, "core_attn", "--delta-offload-bytes-across-pp-ranks", "1"],
-        ["delta_offload_bytes_across_pp_ranks", "set offload_target_memory_gib"],
-    ),
-    "fused experts": (
-        releases.models_pass_their_rank,
-        [*OFFLOAD, "fused_group_mlp", "--num-experts", "2"],
-        ["offload_modules", "fused_group_mlp", "leave it out"],
-    ),
-    "CUDA graphs": (
-        releases.models_pass_their_rank,
-        [*OFFLOAD, "core_attn", "--cuda-graph-impl", "local"],
-        ["cuda_graph_impl=local", "set cuda_graph_impl=transformer_engine or none"],
-    ),
-    "delay": (
-        releases.models_pass_their_rank,
-        [*OFFLOAD, "core_attn", "--delay-offload-until-cuda-graph"],
-        ["delay_offload_until_cuda_graph", "leave it out"],
-    ),
-    "multi-token prediction": (
-        releases.has_gpt_builder,
-        ["--mtp-num-layers", "1"],
-        ["mtp_num_layers=1", "a script of your own"],
-    ),
-}
-"""Test for the release; flags that need it; words of the refusal."""
-
 
 @pytest.mark.releases
-@pytest.mark.parametrize("case", LATER)
-def test_what_a_later_release_has_is_refused_with_what_to_do_instead(
-    case: str, folder: Path
-) -> None:
-    is_there, flags, words = LATER[case]
-    if is_there():
+def test_a_flag_of_a_later_release_is_refused_with_what_to_do_instead(folder: Path) -> None:
+    if releases.models_pass_their_rank():
         pytest.skip(f"{releases.release()} has it")
+    flags = [*OFFLOAD, "core_attn", "--delta-offload-bytes-across-pp-ranks", "1"]
+    words = [releases.release(), "delta_offload_bytes_across_pp_ranks", "install megatron-core 0.1"]
     outcome = _train(folder, [*MODEL, *MOCK, *flags])
-    _assert_refused(outcome, folder, releases.release(), "or install megatron-core 0.1", *words)
+    _assert_refused(outcome, folder, *words, "set offload_target_memory_gib")
+
+
+@pytest.mark.parametrize("name", compat.LATER_OPTIONS)
+def test_an_option_of_a_later_release_names_the_alternative(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"^{name} is not supported .*; {compat.LATER_OPTIONS[name]}"
+    ):
+        compat.refuse_later_flags(f"unrecognized arguments: --{name.replace('_', '-')} 1")
 
 
 @pytest.mark.releases
@@ -315,13 +188,9 @@ def test_a_switch_set_after_transformer_engine_read_it_is_refused(folder: Path) 
     _assert_refused(outcome, folder, "NVTE_CPU_OFFLOAD_V1", "after Transformer Engine was imported")
 
 
-def test_a_switch_that_transformer_engine_read_counts_whatever_the_environment_says(
-    folder: Path,
-) -> None:
-    flags = [*MODEL, *MOCK, *OFFLOAD, "core_attn", "--num-attention-heads", "5"]
-    outcome = _train(folder, flags, lambda: _pretend_transformer_engine(True, "0"))
-    # Our check accepts it; megatron refuses it.
-    _assert_refused(outcome, folder, "num_attention_heads")
+def test_a_switch_that_transformer_engine_read_counts_whatever_the_environment_says() -> None:
+    facts = preflight.Facts("3.12", None, None, "2.20", None, True, "0", None, True)
+    assert preflight.check_process(facts, offloading=True) == []
 
 
 def test_the_switch_does_not_matter_without_offloading() -> None:
@@ -390,20 +259,22 @@ def test_a_damaged_dataset_is_one_error(kind: str, tmp_path: Path) -> None:
     assert f"data_path={prefix}" in findings[0].message
 
 
-@pytest.mark.parametrize("kind", ["no index", "tokens cut"])
-def test_training_refuses_a_damaged_dataset(kind: str, folder: Path, tmp_path: Path) -> None:
+def test_training_refuses_a_damaged_dataset(folder: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "data"
     _write_dataset(prefix)
-    _damage(kind, prefix)
+    _damage("tokens cut", prefix)
     flags = [*MODEL, *MOCK[1:], "--data-path", str(prefix), "--split", "1,0,0"]
     _assert_refused(_train(folder, flags), folder, f"data_path={prefix}")
 
 
-def test_tokens_outside_the_vocabulary_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     prefix = tmp_path / "data"
     _write_dataset(prefix, token=64)
-    flags = [*MODEL, *MOCK[1:], "--data-path", str(prefix), "--split", "1,0,0"]
-    _assert_refused(_train(folder, flags), folder, "vocab_size=64", "token 64", "at least 65")
+    (finding,) = datasets.check_dataset(str(prefix), vocab_size=64)
+    assert "vocab_size=64" in finding.text
+    assert "token 64" in finding.text
+    assert "at least 65" in finding.text
+    assert datasets.check_dataset(str(prefix), vocab_size=65) == []
 
 
 LAUNCHES = {
@@ -414,15 +285,26 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize("case", LAUNCHES)
-def test_half_a_launcher_is_refused(case: str, folder: Path) -> None:
+def test_half_a_launcher_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variables, words = LAUNCHES[case]
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    from megatron.slipstream.integration.entry import training
 
-    def launch() -> None:
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
-            os.environ.pop(name, None)
-        os.environ.update(variables)
+    def check() -> None:
+        check_launcher()
+        training._set_single_process_environment()
 
-    _assert_refused(_train(folder, [*MODEL, *MOCK], before=launch), folder, *words)
+    with pytest.raises(ValueError) as refused:
+        check()
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_training_checks_its_launcher(folder: Path) -> None:
+    outcome = _train(folder, [*MODEL, *MOCK], before=lambda: os.environ.update(RANK="2"))
+    _assert_refused(outcome, folder, "RANK")
 
 
 def test_training_without_data_is_refused(folder: Path) -> None:
@@ -456,36 +338,33 @@ def test_help_teaches_our_flags_and_the_modules(folder: Path) -> None:
     assert "--tensor-model-parallel-size" in _train(folder, ["--help-all"]).output
 
 
-def test_flags_of_an_engine_that_is_off_are_told(folder: Path) -> None:
-    outcome = _train(folder, [*MODEL, *MOCK, "--offload-modules", "core_attn"])
+RECOMPUTED = {"fine_grained_activation_offloading": True, "recompute_granularity": "full"}
+
+
+@pytest.mark.parametrize(
+    "options, needed",
+    [
+        ({}, "offload_checkpoint_inputs=True"),
+        ({"offload_engine": "megatron"}, "offload_engine=slipstream and offload_checkpoint_inpu"),
+        ({"offload_checkpoint_inputs": True}, None),
+        ({"fine_grained_activation_offloading": False}, None),
+        ({"recompute_granularity": "selective"}, None),
+    ],
+)
+def test_that_layers_recomputed_as_a_whole_leave_nothing_is_told(
+    options: dict[str, Any], needed: Optional[str]
+) -> None:
+    found = checks._check_what_moves(Facts(RECOMPUTED, options))
+    assert [finding.rule for finding in found] == ["nothing-to-move"] * (needed is not None)
+    assert all(f"set {needed}" in finding.cure for finding in found)
+
+
+def test_inputs_of_checkpoints_need_no_module_to_be_named(folder: Path) -> None:
+    flags = [OFFLOAD[0], "--offload-checkpoint-inputs", "--recompute-granularity", "full"]
+    flags += ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    outcome = _train(folder, [*MODEL, *MOCK, *flags])
     assert outcome.code == 0, outcome.output
-    told = "offload_modules: no effect without fine_grained_activation_offloading; add --fine-"
-    assert outcome.output.count(told) == 1
-
-
-def test_layers_that_are_recomputed_as_a_whole_are_told(folder: Path) -> None:
-    recompute = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
-    recompute += ["--recompute-num-layers", "1"]
-    outcome = _train(folder, [*MODEL, *MOCK, *OFFLOAD, "core_attn", *recompute])
-    assert outcome.code == 0, outcome.output
-    told = "recompute_granularity=full: a layer that is recomputed as a whole saves its input only"
-    assert outcome.output.count(told) == 1
-    # The cure, which needs no module to be named.
-    offload = [*OFFLOAD[:-1], "--offload-checkpoint-inputs"]
-    outcome = _train(folder, [*MODEL, *MOCK, *offload, *recompute])
-    assert outcome.code == 0, outcome.output
-    assert told not in outcome.output
-
-
-def test_inputs_of_checkpoints_that_there_are_not_are_refused(folder: Path) -> None:
-    flags = [*MODEL, *MOCK, *OFFLOAD, "core_attn", "--offload-checkpoint-inputs"]
-    message = "offload_checkpoint_inputs=True is not supported without recomputation"
-    _assert_refused(_train(folder, flags), folder, message, "set recompute_granularity='full'")
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_training(folder: Path) -> None:
-    flags = [*MODEL, *MOCK, "--run-record-path", "/dev/null/record.json"]
-    _assert_refused(_train(folder, flags), folder, "run_record_path=/dev/null/", "name a file")
+    assert "a layer that is recomputed as a whole" not in outcome.output
 
 
 SHOWN = ["--megatron-output-path", "-"]

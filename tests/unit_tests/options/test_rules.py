@@ -17,6 +17,7 @@ import pytest
 from rule_cases import EXPERTS, RANK_CAPACITY, TABLES, TOGETHER, Case, Table
 
 from megatron.slipstream import options
+from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.options.context_parallel import check_dynamic_context_parallel
 from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.packing import check_packing
@@ -43,7 +44,7 @@ def test_every_table_of_rules_has_a_case_for_each_rule() -> None:
     modules = [
         import_module(f"{options.__name__}.{module.name}")
         for module in pkgutil.iter_modules(options.__path__)
-    ]
+    ] + [compat]
     # One that is part of another table begins with an underscore.
     tables = {
         id(value): f"{module.__name__}.{name}"
@@ -66,7 +67,7 @@ def test_a_rule_refuses_what_breaks_it_and_accepts_its_cures(
     (finding,) = check_rules(table.rules, Facts(broken))
     assert finding.rule == rule.name
     assert not re.search("[{}]", finding.text)
-    assert re.match("(set|use|leave|add|remove|name|train) ", finding.cure)
+    assert re.match("(set|use|leave|add|remove|name|train|build) ", finding.cure)
     told = {rule.name, *case.broken, *case.cures[0]}
     assert any(option in finding.text for option in told)
     for cure in case.cures:

@@ -127,7 +127,7 @@ def _lacks(option: str, when: Predicate, shown: str, because: str, cure: str) ->
 
 
 def _offloads_without_rank(facts: Any) -> bool:
-    return facts.fine_grained_activation_offloading and not models_pass_their_rank()
+    return facts.fine_grained_activation_offloading and not facts.models_pass_their_rank
 
 
 _NOT_BUILT = (
@@ -141,8 +141,8 @@ _NOT_BUILT = (
 
 def _not_built(name: str) -> Rule:
     def is_asked_for(facts: Any) -> bool:
-        is_gpt = facts.hybrid_layer_pattern is None and not has_gpt_builder()
-        return is_gpt and getattr(facts, name, None) is not None
+        is_gpt = facts.hybrid_layer_pattern is None and not facts.has_gpt_builder
+        return is_gpt and getattr(facts, name) is not None
 
     return _lacks(
         name,
@@ -174,7 +174,7 @@ RELEASE_RULES: tuple[Rule, ...] = (
     ),
     _lacks(
         "cuda_graph_granularity",
-        lambda f: f.cuda_graph_granularity == "chunk" and not models_pass_their_rank(),
+        lambda f: f.cuda_graph_granularity == "chunk" and not f.models_pass_their_rank,
         "cuda_graph_granularity=chunk",
         "its training loop has no hook for built models",
         "leave it out",
@@ -184,7 +184,7 @@ RELEASE_RULES: tuple[Rule, ...] = (
         lambda f: (
             f.cuda_graph_impl == "transformer_engine"
             and f.sequence_packing is not None
-            and not models_pass_their_rank()
+            and not f.models_pass_their_rank
         ),
         "cuda_graph_impl=transformer_engine with sequence_packing",
         "its training loop has no hook for built models",
@@ -192,7 +192,7 @@ RELEASE_RULES: tuple[Rule, ...] = (
     ),
     _lacks(
         "moe_sync_free_experts",
-        lambda f: f.moe_sync_free_experts and not models_pass_their_rank(),
+        lambda f: f.moe_sync_free_experts and not f.models_pass_their_rank,
         "moe_sync_free_experts",
         "its expert layers are built otherwise",
         "leave it out",
@@ -204,7 +204,13 @@ RELEASE_RULES: tuple[Rule, ...] = (
 
 def check_release(options: Any) -> list[Finding]:
     """Return findings about parsed options that the installed release does not support."""
-    return check_rules(RELEASE_RULES, options, release=release())
+    return check_rules(
+        RELEASE_RULES,
+        options,
+        release=release(),
+        models_pass_their_rank=models_pass_their_rank(),
+        has_gpt_builder=has_gpt_builder(),
+    )
 
 
 # Training
