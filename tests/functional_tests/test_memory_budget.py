@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from budgeted_training import train_within
+from budgeted_training import Budgeted, Run, train_within
 from gpu_models import DENSE, MIN_NUMEL, MLA, MOE
 from ranks import run_ranks
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
@@ -25,13 +25,22 @@ MAX_UNTIL_SETTLED = 12
 OWN = {"dense": ("mlp_fc1", "mlp_act", "mlp_fc2"), "moe": ("expert_fc2",), "mla": ()}
 
 
+def _run(case: ModelCase, budget: float, counts: tuple[int, ...] = COUNTS) -> Run:
+    modules = (MOE_MODULES if case.kind == "moe" else DENSE_MODULES) + OWN[case.kind]
+    return Run(case, budget, counts, "cuda", modules, dict(MIN_NUMEL))
+
+
+def _train(case: ModelCase, budget: float) -> Budgeted:
+    (result,) = train_within(0, 1, 0, _run(case, budget))
+    return result
+
+
 @pytest.mark.gpu
 @pytest.mark.exclusive
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("case", [DENSE, MOE, MLA], ids=lambda case: case.kind)
 def test_a_budget_is_kept_and_predicted(case: ModelCase, budget: float) -> None:
-    modules = (MOE_MODULES if case.kind == "moe" else DENSE_MODULES) + OWN[case.kind]
-    result = train_within(0, 1, 0, case, modules, "cuda", budget, COUNTS, dict(MIN_NUMEL))
+    result = _train(case, budget)
     print(f"{case.kind} {budget}: {result}")
     assert result.difference is None
     if result.error:
@@ -45,8 +54,7 @@ def test_a_budget_is_kept_and_predicted(case: ModelCase, budget: float) -> None:
 @pytest.mark.gpu
 @pytest.mark.exclusive
 def test_with_room_to_spare_nothing_is_recomputed_and_nothing_moves() -> None:
-    case = replace(DENSE, num_layers=4)
-    result = train_within(0, 1, 0, case, DENSE_MODULES, "cuda", 1.5, COUNTS, dict(MIN_NUMEL))
+    result = _train(replace(DENSE, num_layers=4), 1.5)
     assert result.difference is None
     assert result.assignments[-1] == result.least
     assert result.moved_bytes == 0
@@ -56,9 +64,7 @@ def test_with_room_to_spare_nothing_is_recomputed_and_nothing_moves() -> None:
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}], ids=str)
 def test_ranks_stay_within_it_together(sizes: dict[str, int]) -> None:
     case = replace(MOE if "ep" in sizes else DENSE, num_layers=4, **sizes)
-    modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
-    arguments = (case, modules, "cuda", 0.7, (4,) * 16, dict(MIN_NUMEL))
-    results = run_ranks(2, train_within, *arguments)
+    results = [result for (result,) in run_ranks(2, train_within, _run(case, 0.7, (4,) * 16))]
     for result in results:
         assert result.error == ""
         assert result.difference is None

@@ -5,13 +5,17 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Optional
+from types import SimpleNamespace
+from typing import Any, Optional, Union
 from unittest.mock import patch
 
 import tiny_gpt
 import torch
+from model_case import DENSE_MODULES, MOE_MODULES
 from tiny_gpt import (
     ModelCase,
     build_chunks,
@@ -23,13 +27,37 @@ from tiny_gpt import (
     train_steps,
 )
 
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.report import LayerReport
 from megatron.slipstream.integration import install
+from megatron.slipstream.integration.budget import device_limits
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.relaxation import Stage
 from megatron.slipstream.plan.settings import Assignment
 
 GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training within a budget."""
+
+    case: ModelCase
+    budget: Union[float, tuple[float, ...]]
+    """A share of the activations with the engine off; several: one for each rank."""
+    counts: tuple[int, ...] = (2,) * 12
+    """The number of micro-batches of each step."""
+    backend: str = "cpu"
+    modules: tuple[str, ...] = ()
+    """What may move; empty: what the engine moves of such a model by default."""
+    offload: Optional[dict[str, Any]] = None
+    """Other options of megatron-core."""
+    lengths: tuple[int, ...] = ()
+    """The sequence length of each step; empty: that of the case. The budget is then a share of the
+    activations of the last step."""
+    late: Optional[tuple[int, float]] = None
+    """With the budget 'auto' on a device of this size: the step before which an optimizer's state
+    appears, and its bytes as a share of the activations."""
 
 
 @dataclass
@@ -57,6 +85,8 @@ class Budgeted:
     least: Assignment = ()
     """The assignment that recomputes the least."""
     error: str = ""
+    warnings: list[str] = field(default_factory=list)
+    """What was said of the budget."""
 
     @property
     def num_until_settled(self) -> int:
@@ -64,53 +94,53 @@ class Budgeted:
         return self.stages.index(Stage.SETTLED)
 
 
-def train_within(
-    rank: int,
-    world_size: int,
-    port: int,
-    case: ModelCase,
-    modules: Sequence[str],
-    backend: str,
-    budget: float,
-    counts: Sequence[int],
-    offload: Optional[dict[str, Any]] = None,
-    lengths: Sequence[int] = (),
-) -> Budgeted:
+def train_within(rank: int, world_size: int, port: int, *runs: Run) -> list[Budgeted]:
     """Train with the engine off and within a budget; to be run on every rank.
 
     Args:
         rank: This rank.
         world_size: Number of ranks.
         port: Port of their rendezvous.
-        case: The model.
-        modules: Modules that may move.
-        backend: The engine's backend.
-        budget: The budget, as a share of the activations with the engine off.
-        counts: Number of micro-batches of each step.
-        offload: Other options of megatron-core.
-        lengths: The sequence length of each step; empty: that of the case. The budget is a share of
-            the activations of the last step.
+        runs: The trainings. Of those that differ only in the budget, one is run without the engine.
     """
-    with patch.object(tiny_gpt, "run_step", _of_lengths(lengths)):
-        initialize(case, rank, world_size, port)
-        expected, baseline = switched_off(case, counts, backend, reads_memory=True)
+    initialize(runs[0].case, rank, world_size, port)
+    return [_train(rank, run) for run in runs]
+
+
+def _train(rank: int, run: Run) -> Budgeted:
+    case = run.case
+    with patch.object(tiny_gpt, "run_step", _of_lengths(run.lengths)), ExitStack() as stack:
+        if run.lengths:
+            tiny_gpt._last_switched_off.clear()
+        expected, baseline = switched_off(case, run.counts, run.backend, reads_memory=True)
         install.uninstall()
         chunks = build_chunks(case, make_config(case))
         parameters = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
         del chunks
         activations = baseline - parameters  # its weights existed before
-        result = Budgeted(int(budget * activations))
-        options = {
-            "activation_memory_budget": result.budget_bytes / GIB,
-            "offload_backend": backend,
-        }
+        share = run.budget if isinstance(run.budget, float) else run.budget[rank]
+        result = Budgeted(int(share * activations))
+        stack.enter_context(_heard(result.warnings))
+        modules = run.modules or (DENSE_MODULES if case.kind == "dense" else MOE_MODULES)
+        budget: Any = result.budget_bytes / GIB
+        device = SimpleNamespace(nbytes=0)
+        if run.late is not None:
+            budget = "auto"
+            attribute = patch.object(CpuBackend, "obtainable_bytes", lambda _: device.nbytes)
+            stack.enter_context(attribute)
+        options = {"activation_memory_budget": budget, "offload_backend": run.backend}
         manager = install.install(OffloadConfig(**options))
-        config = make_config(case, modules, **(offload or {}))
-        with memory_counted(manager.store.backend, on_cpu=True):
+        config = make_config(case, modules, **(run.offload or {}))
+        with memory_counted(manager.store.backend, on_cpu=True) as backend:
             gc.collect()
             chunks = build_chunks(case, config)
             gradients = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
-            steps = _noted(train_steps(case, config, chunks, counts), manager, result, gradients)
+            resident = gradients + backend.begin_peak("budgeted")
+            device.nbytes = int((resident + result.budget_bytes) / (1 - device_limits.MARGIN)) + 1
+            steps = train_steps(case, config, chunks, run.counts)
+            steps = _noted(steps, manager, result, resident)
+            if run.late is not None:
+                steps = _with_late_state(steps, run.late[0], int(run.late[1] * activations))
             try:
                 result.difference = first_difference(expected, steps)
             except ValueError as error:
@@ -120,6 +150,27 @@ def train_within(
         result.moved_bytes, result.reported_bytes = report.d2h_bytes, report.budget_bytes
         result.layers = report.layers
         return result
+
+
+@contextmanager
+def _heard(warnings: list[str]) -> Iterator[None]:
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron.slipstream")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+
+
+def _with_late_state(
+    steps: Iterator[list[torch.Tensor]], number: int, nbytes: int
+) -> Iterator[list[torch.Tensor]]:
+    state = None
+    for step, results in enumerate(steps):
+        yield results
+        if step + 1 == number:
+            state = torch.zeros(nbytes, dtype=torch.uint8)
+    del state
 
 
 def _of_lengths(lengths: Sequence[int]) -> Any:
@@ -135,10 +186,9 @@ def _of_lengths(lengths: Sequence[int]) -> Any:
 
 
 def _noted(
-    steps: Iterator[list[torch.Tensor]], manager: Any, result: Budgeted, gradient_bytes: int
+    steps: Iterator[list[torch.Tensor]], manager: Any, result: Budgeted, resident_bytes: int
 ) -> Iterator[list[torch.Tensor]]:
     backend, name = manager.store.backend, "budgeted"
-    resident_bytes = backend.begin_peak(name) + gradient_bytes
     for step in steps:
         relaxation = manager.budget.relaxation
         result.activation_bytes.append(backend.peak_bytes(name) - resident_bytes)

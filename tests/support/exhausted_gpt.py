@@ -20,11 +20,12 @@ from tiny_gpt import (
     initialize,
     make_config,
     memory_counted,
-    train,
+    train_steps,
 )
 
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.budget import forward_state, rescue
+from megatron.slipstream.integration.budget.memory_budget import PEAK
 from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.settings import Assignment
@@ -43,6 +44,12 @@ class Exhausted:
     """The error and its causes."""
     settings: list[Assignment] = field(default_factory=list)
     """Those of the layers at each failure."""
+    assignments: list[Assignment] = field(default_factory=list)
+    """Those of the layers after each step."""
+    peak_bytes: list[int] = field(default_factory=list)
+    """The device peak of each step."""
+    failed_bytes: list[int] = field(default_factory=list)
+    """The device peak of a step until its failure."""
     num_copies: int = 0
     """How often what a forward changes was copied."""
     in_use_bytes: int = 0
@@ -114,6 +121,7 @@ def train_exhausted(
         (chunk,) = chunks
 
         def bystander() -> None:
+            result.failed_bytes.append(manager.store.backend.peak_bytes(PEAK))
             result.settings.append(layer_settings.assignment_of([chunk]))
             if changed:
                 chunk.get_buffer(changed).zero_()
@@ -130,7 +138,12 @@ def train_exhausted(
                 patch.object(rescue, "why_not", lambda _: why_not(imitated)),
                 patch.object(rescue, "ForwardState", wraps=rescue.ForwardState) as states,
             ):
-                result.results = train(case, model_config, chunks, counts)
+                for step in train_steps(case, model_config, chunks, counts):
+                    with manager.store.backend.meter.excluded():
+                        result.results.append([tensor.clone() for tensor in step])
+                    result.assignments.append(layer_settings.assignment_of([chunk]))
+                    result.peak_bytes.append(manager.store.backend.peak_bytes(PEAK))
+                    del step
         except torch.OutOfMemoryError as raised:
             error: Any = raised
             while error is not None:

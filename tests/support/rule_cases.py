@@ -457,6 +457,8 @@ OF_BUDGET = [
         ("cuda_graph_impl", "transformer_engine", "none"),
         ("cuda_graph_granularity", "chunk", "layer"),
         ("overlap_moe_expert_parallel_comm", True, None),
+        ("use_megatron_fsdp", True, False),
+        ("use_torch_fsdp2", True, False),
     )
 ]
 

@@ -30,6 +30,12 @@ def _budget_rule(option: str, off: tuple[Any, ...], where: str, because: str, cu
     )
 
 
+GATHERED = (
+    "it gathers and frees a layer's parameters by hooks of the layer, which is not tested with "
+    "layers whose settings change"
+)
+"""Why FSDP is refused."""
+
 BUDGET_RULES: tuple[Rule, ...] = (
     _budget_rule(
         "recompute_granularity",
@@ -60,6 +66,10 @@ BUDGET_RULES: tuple[Rule, ...] = (
         "overlap_moe_expert_parallel_comm=True",
         "layers then run node by node, and none can be recomputed as a whole",
         "leave overlap_moe_expert_parallel_comm out",
+    ),
+    *(
+        _budget_rule(option, (), f"{option}=True", GATHERED, f"leave {option} out")
+        for option in ("use_megatron_fsdp", "use_torch_fsdp2")
     ),
 )
 """Requirements on ``activation_memory_budget`` and a model together."""

@@ -117,6 +117,11 @@ class Relaxation:
         return tuple(layer.settings[0] for layer in self.visits.layers)
 
     @property
+    def frugal_bytes(self) -> int:
+        """What activations need with the most frugal assignment; 0 if that is not known."""
+        return self._frugal_bytes
+
+    @property
     def is_settled(self) -> bool:
         """Whether nothing more is measured."""
         return self.stage is Stage.SETTLED
@@ -182,15 +187,34 @@ class Relaxation:
         Raises:
             NothingFitsError: Not even the most frugal assignment is within the limit.
         """
-        allowed = limits.device_bytes - limits.resident_bytes
-        if self._frugal_bytes > allowed and not self._is_scaled:
-            raise NothingFitsError(self._frugal_bytes, allowed)
+        self._check(limits)
         if self.predicted is not None:
             known = self.predicted.peak_bytes - limits.resident_bytes
             self._note_excess(self._activation_bytes - known)
         if self.stage is Stage.RECORDED:
             self.stage = Stage.TIMED
             return self.assignment
+        return self._try_or_choose(limits)
+
+    def choose_again(self, limits: Limits) -> Assignment:
+        """Return the assignment of the next iteration if other limits hold than before.
+
+        Raises:
+            NothingFitsError: Not even the most frugal assignment is within the limit.
+        """
+        self._check(limits)
+        self.predicted, self._num_choices = None, 0
+        if self.stage is Stage.FRUGAL:
+            return self.assignment  # Nothing is measured yet.
+        return self._try_or_choose(limits)
+
+    def _check(self, limits: Limits) -> None:
+        allowed = limits.device_bytes - limits.resident_bytes
+        if self._frugal_bytes > allowed and not self._is_scaled:
+            raise NothingFitsError(self._frugal_bytes, allowed)
+
+    def _try_or_choose(self, limits: Limits) -> Assignment:
+        allowed = limits.device_bytes - limits.resident_bytes
         trial = self._next_trial(allowed) if self._num_choices == 0 else None
         if trial is not None:
             self._num_trials += 1

@@ -5,16 +5,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
+from unittest.mock import patch
 
 import pytest
-from budgeted_training import Budgeted, train_within
-from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
+import torch
+from budgeted_training import Budgeted, Run, train_within
+from model_case import DENSE_MODULES, ModelCase
 from ranks import run_ranks
 from tiny_gpt import build_chunks, initialize, make_config, train_steps
 
 from megatron.slipstream.integration import install
+from megatron.slipstream.integration.budget.stage_ranks import StageRanks, check_model
 from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.options.budget import complete_arguments
 from megatron.slipstream.options.fields import OffloadConfig
@@ -25,14 +29,48 @@ NORM = {"normalization": "LayerNorm"}
 """One operation, as Transformer Engine's norms are."""
 DENSE = ModelCase("dense", num_layers=6, overrides=NORM)
 MIXED = ModelCase("mixed", num_layers=4, overrides=NORM)
-NUM_STEPS = 12
 MAX_UNTIL_SETTLED = 11
 
 
-def _train(case: ModelCase, budget: float, counts: tuple[int, ...] = (2,) * NUM_STEPS) -> Budgeted:
-    modules = DENSE_MODULES if case.kind == "dense" else MOE_MODULES
-    (result,) = run_ranks(1, train_within, case, modules, "cpu", budget, counts)
-    return result
+def _runs(case: ModelCase) -> dict[str, Run]:
+    """Trainings of one rank, in one process."""
+    runs = {str(budget): Run(case, budget) for budget in (0.8, 0.5)}
+    if case is DENSE:
+        runs["room to spare"] = Run(case, 1.5)
+        runs["nothing fits"] = Run(case, 0.05)
+        runs["late state"] = Run(case, 0.9, (2,) * 14, late=(11, 0.25))
+        runs["other numbers"] = Run(case, 0.5, (2, 3, 1, 2) * 3)
+        for name, lengths in LENGTHS.items():
+            runs[name] = Run(case, 0.5, (2,) * len(lengths), lengths=lengths)
+    return runs
+
+
+SHORT, LONG = 24, 48
+LENGTHS = {
+    "shorter": (LONG, *(SHORT, LONG, SHORT + 8) * 5, LONG),
+    "longer while settling": (SHORT, SHORT, LONG, SHORT, LONG, *(SHORT,) * 10, LONG),
+    "spikes later": (*(SHORT,) * 12, LONG, SHORT, LONG, LONG),
+}
+"""A longer one is planned from its size before it runs. The last step's has the longest."""
+
+
+@pytest.fixture(scope="module")
+def trained() -> Callable[[ModelCase, str], Budgeted]:
+    results: dict[str, dict[str, Budgeted]] = {}
+
+    def train(case: ModelCase, name: str) -> Budgeted:
+        if case.kind not in results:
+            runs = _runs(case)
+            (found,) = run_ranks(1, train_within, *runs.values())
+            results[case.kind] = dict(zip(runs, found, strict=True))
+        return results[case.kind][name]
+
+    return train
+
+
+def _train_together(run: Run) -> list[Budgeted]:
+    num_ranks = run.case.tp * run.case.pp * run.case.dp
+    return [result for (result,) in run_ranks(num_ranks, train_within, run)]
 
 
 def _check(result: Budgeted) -> None:
@@ -61,12 +99,12 @@ def _check_report(result: Budgeted) -> None:
         assert layer.moved_bytes + layer.recomputed_bytes <= layer.saved_bytes
 
 
-@pytest.mark.parametrize("budget", [0.8, 0.5], ids=str)
+@pytest.mark.parametrize("budget", ["0.8", "0.5"])
 @pytest.mark.parametrize("case", [DENSE, MIXED], ids=lambda case: case.kind)
 def test_training_is_bitwise_that_without_and_never_above_the_budget(
-    case: ModelCase, budget: float
+    trained: Any, case: ModelCase, budget: str
 ) -> None:
-    result = _train(case, budget)
+    result = trained(case, budget)
     _check(result)
     assert result.planned_bytes == pytest.approx(result.activation_bytes[-1], rel=0.01)
     _check_report(result)
@@ -74,62 +112,112 @@ def test_training_is_bitwise_that_without_and_never_above_the_budget(
     assert used > 0.5, "what there is room for is kept"
 
 
-def test_with_room_to_spare_nothing_is_recomputed_and_nothing_moves() -> None:
-    result = _train(DENSE, 1.5)
+def test_with_room_to_spare_nothing_is_recomputed_and_nothing_moves(trained: Any) -> None:
+    result = trained(DENSE, "room to spare")
     _check(result)
     assert result.assignments[-1] == result.least
     assert result.moved_bytes == 0
 
 
-def test_where_nothing_fits_an_error_names_what_would() -> None:
-    result = _train(DENSE, 0.05)
+def test_where_nothing_fits_an_error_names_what_would(trained: Any) -> None:
+    result = trained(DENSE, "nothing fits")
     assert "even if every layer is recomputed" in result.error
     assert "set activation_memory_budget to 0.01 or more, or seq_length to at most" in result.error
 
 
-def test_iterations_of_other_numbers_of_micro_batches_stay_within_it() -> None:
-    result = _train(DENSE, 0.5, (2, 3, 1, 2) * 4)
-    _check(result)
-
-
-SHORT, LONG = 24, 48
-LENGTHS = {
-    "shorter": [LONG, *[SHORT, LONG, SHORT + 8] * 5],
-    "longer while settling": [SHORT, SHORT, LONG, SHORT, LONG, *[SHORT] * 11],
-    "spikes later": [*[SHORT] * 12, LONG, SHORT, LONG, LONG],
-}
-
-
-@pytest.mark.parametrize("name", LENGTHS)
-def test_sequences_of_other_lengths_stay_within_it(name: str) -> None:
-    """A longer one is planned from its size before it runs. The last step's has the longest."""
-    lengths = [*LENGTHS[name][:-1], LONG]
-    arguments = (DENSE, DENSE_MODULES, "cpu", 0.5, (2,) * len(lengths), None, lengths)
-    (result,) = run_ranks(1, train_within, *arguments)
+@pytest.mark.parametrize("name", ["other numbers", *LENGTHS])
+def test_other_numbers_and_lengths_of_micro_batches_stay_within_it(trained: Any, name: str) -> None:
+    result = trained(DENSE, name)
     assert result.error == ""
     assert result.difference is None
     assert max(result.activation_bytes) <= result.budget_bytes
     assert Stage.SETTLED in result.stages
 
 
-@pytest.mark.parametrize("shape", [(2, None), (2, 2)], ids=str)
-def test_the_stages_of_a_pipeline_have_each_its_own(shape: tuple[int, Any]) -> None:
-    pp, vpp = shape
-    case = ModelCase("dense", num_layers=8, pp=pp, vpp=vpp, overrides=NORM)
-    results = run_ranks(pp, train_within, case, DENSE_MODULES, "cpu-lazy", 0.6, (4,) * NUM_STEPS)
-    for result in results:
+def test_auto_chooses_again_when_the_state_of_an_optimizer_appears_late(trained: Any) -> None:
+    """The device has as many bytes as before, and fewer for activations."""
+    result = trained(DENSE, "late state")
+    step, _ = _runs(DENSE)["late state"].late or (0, 0.0)
+    assert result.num_until_settled < step
+    _check(result)
+    assert result.assignments[-1] != result.assignments[step - 1]
+    assert any("settings were chosen (an optimizer's first step" in w for w in result.warnings)
+
+
+@pytest.mark.parametrize("vpp", [None, 2])
+def test_the_stages_of_a_pipeline_have_each_its_own(vpp: Optional[int]) -> None:
+    case = ModelCase("dense", num_layers=6 if vpp is None else 8, pp=2, vpp=vpp, overrides=NORM)
+    for result in _train_together(Run(case, 0.6, (4,) * 12, "cpu-lazy")):
         _check(result)
+
+
+def test_more_micro_batches_in_flight_are_foreseen() -> None:
+    """The first stage of two holds one until there are two; all is then measured again."""
+    case = ModelCase("dense", num_layers=4, pp=2, overrides=NORM)
+    first, second = _train_together(Run(case, 0.7, (1,) * 10 + (4,) * 12, "cpu-lazy"))
+    for result in (first, second):
+        _check(result)
+        assert result.stages[-1] is Stage.SETTLED
+    told = ["more micro-batches are in flight than the 1" in text for text in first.warnings]
+    assert told == [True]
+    assert first.stages[11] is Stage.FRUGAL
+    assert second.warnings == []
+
+
+def test_where_nothing_fits_on_one_stage_all_raise_the_same_error() -> None:
+    """A stage that raised it alone, within a schedule, would leave the others waiting."""
+    case = ModelCase("dense", num_layers=2, pp=2, overrides=NORM)
+    first, second = _train_together(Run(case, (1.0, 0.01), (2,) * 3, "cpu-lazy"))
+    assert "because rank 1 needs" in first.error
+    # Their budgets differ here.
+    assert first.error.partition(" is not ")[2] == second.error.partition(" is not ")[2]
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "ep": 2}], ids=str)
 def test_ranks_that_share_a_stage_choose_alike(sizes: dict[str, int]) -> None:
     """Otherwise one would wait for a collective of a recomputation that the other does not run."""
     case = ModelCase("moe" if "ep" in sizes else "dense", overrides=NORM, **sizes)
-    modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
-    results = run_ranks(2, train_within, case, modules, "cpu", 0.6, (2,) * NUM_STEPS)
+    results = _train_together(Run(case, 0.6))
     for result in results:
         _check(result)
     assert results[0].assignments == results[1].assignments
+
+
+def exchange_sizes(rank: int, world_size: int, port: int) -> tuple[list[float], int]:
+    """The largest of two sizes, and the groups made, as if collectives ran on the device."""
+    case = ModelCase("moe", dp=2, ep=2)
+    initialize(case, rank, world_size, port)
+    ranks = StageRanks()
+    ranks._is_shared = True
+    device_group, new_group = ranks._group, torch.distributed.new_group
+    get_backend = torch.distributed.get_backend
+
+    def imitated(group: Any) -> str:
+        return "nccl" if group is device_group else get_backend(group)
+
+    with (
+        patch.object(torch.distributed, "get_backend", imitated),
+        patch.object(torch.distributed, "new_group", side_effect=new_group) as made,
+    ):
+        sizes = [ranks.largest_size(size) for size in (1.0 + rank, 4.0 - rank)]
+    return sizes, made.call_count
+
+
+def test_sizes_of_micro_batches_are_exchanged_by_hosts() -> None:
+    """Through the device, each pass would wait until it is idle."""
+    assert run_ranks(2, exchange_sizes) == [([2.0, 4.0], 1)] * 2
+
+
+@pytest.mark.parametrize("kind", ["torch", "megatron"])
+def test_divided_parameters_are_refused(kind: str) -> None:
+    chunk = torch.nn.Linear(1, 1)
+    check_model(chunk, "auto")
+    if kind == "torch":
+        chunk.__class__ = type("Sharded", (torch.distributed.fsdp.FSDPModule, torch.nn.Linear), {})
+    else:
+        chunk.weight.__fsdp_param__ = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="budget=auto is not supported with FSDP because"):
+        check_model(chunk, "auto")
 
 
 def train_without_readings(rank: int, world_size: int, port: int) -> tuple[list[str], Stage]:
@@ -153,7 +241,7 @@ def train_without_readings(rank: int, world_size: int, port: int) -> tuple[list[
 
 def test_without_readings_of_memory_layers_stay_recomputed_and_a_warning_says_so() -> None:
     (((warning, *others), stage),) = run_ranks(1, train_without_readings)
-    assert warning.startswith("activation_memory_budget=1.0 is not followed")
+    assert "activation_memory_budget=1.0 is not followed" in warning
     assert not others
     assert stage is Stage.FRUGAL
 

@@ -38,9 +38,10 @@ def _train(
     options: Any = None,
     changed: str = "",
     train: Any = train_exhausted,
+    counts: tuple[int, ...] = COUNTS,
 ) -> Exhausted:
     modules = DENSE_MODULES if case.kind == "dense" else MOE_MODULES
-    arguments = (case, modules, module, calls, COUNTS, options or {}, changed)
+    arguments = (case, modules, module, calls, counts, options or {}, changed)
     (result,) = run_ranks(1, train, *arguments)
     return result
 
@@ -68,6 +69,14 @@ def test_a_repeated_forward_changes_no_bit(case: ModelCase) -> None:
         assert "the forward is repeated (2.0 MiB" in warning
         assert not any("ended before its backward" in text for text in result.warnings)
     assert not _is_equal(plain, _train(case, (3,), train=train_without_restoring))
+
+
+def test_later_settings_are_chosen_for_the_memory_that_there_was() -> None:
+    counts = (2,) * 13
+    result = _train(DENSE, (LATE,), "decoder.layers.2", counts=counts)
+    before, after = result.assignments[6], result.assignments[-1]
+    assert before != after != (WHOLE,) * 3
+    assert max(result.peak_bytes[8:]) <= result.failed_bytes[0] < max(result.peak_bytes[:7])
 
 
 def test_where_the_second_attempt_fails_one_error_names_what_would_fit() -> None:

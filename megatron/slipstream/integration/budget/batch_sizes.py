@@ -1,14 +1,93 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Sizes of micro-batches, read before they are launched."""
+"""Sizes of micro-batches, read before they are launched, and how many are in flight."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Optional
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+from megatron.slipstream.integration.budget.stage_ranks import StageRanks
+from megatron.slipstream.patches.model_calls import tensors_in
+
+
+class MicroBatches:
+    """The micro-batches of a model beside those for which settings were chosen."""
+
+    def __init__(self) -> None:
+        self.varies = False
+        """Whether they have had several sizes."""
+        self.largest_share = 0.0
+        """The largest share of a known size in this iteration."""
+        self.are_more = False
+        """Whether more were in flight in this iteration than known."""
+        self._sizes: dict[int, float] = {}
+        """For each virtual stage, the largest that is known."""
+        self._num_in_flight = self._most_in_flight = 0
+        self._iteration = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """The most in flight for which settings were chosen."""
+        return self._most_in_flight
+
+    def forget(self) -> None:
+        """Forget how many were in flight: all is measured again."""
+        self._most_in_flight = 0
+
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self.largest_share, self.are_more, self._num_in_flight = 0.0, False, 0
+        self._iteration += 1
+
+    def enlarge(self, factor: float) -> None:
+        """Note that settings are chosen for larger ones from now on."""
+        self._sizes = {stage: size * factor for stage, size in self._sizes.items()}
+
+    def share_of(self, stage: int, size: float, is_measured: bool) -> float:
+        """Return the size of the coming one as a share of the largest that is known.
+
+        Args:
+            stage: Its virtual stage.
+            size: Its size.
+            is_measured: Whether settings will be chosen from this iteration.
+        """
+        known = self._sizes.setdefault(stage, size)
+        self.varies |= size != known
+        if is_measured:
+            known = self._sizes[stage] = max(known, size)
+        self.largest_share = max(self.largest_share, size / known)
+        return size / known
+
+    def is_one_more(self, is_measured: bool) -> bool:
+        """Return whether with the coming one more are in flight than known.
+
+        Args:
+            is_measured: As for :meth:`share_of`.
+        """
+        number = self._num_in_flight + 1
+        if is_measured:
+            self._most_in_flight = max(self._most_in_flight, number)
+        is_more = number > self._most_in_flight
+        self.are_more |= is_more
+        return is_more
+
+    def launched(self, output: Any) -> None:
+        """Count a pass as in flight until backward has the gradient of its output."""
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if tensors:
+            self._num_in_flight += 1
+            tensors[0].register_hook(partial(_land, weakref.ref(self), self._iteration))
+
+    def land(self, iteration: int) -> None:
+        """Note that backward of a pass begins."""
+        if iteration == self._iteration:
+            self._num_in_flight -= 1
 
 
 def size_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[float]:
@@ -32,6 +111,22 @@ def size_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[float]:
     return float(batch * length * (length if _has_scores(chunk) else 1))
 
 
+def agreed_size(chunk: Any, tensors: Sequence[torch.Tensor], ranks: StageRanks) -> Optional[float]:
+    """Return :func:`size_of`, the largest on ranks whose layers must have the same settings.
+
+    Args:
+        chunk: As for :func:`size_of`.
+        tensors: As for :func:`size_of`.
+        ranks: The ranks.
+    """
+    size = size_of(chunk, tensors)
+    if size is None or getattr(chunk.config, "expert_model_parallel_size", 1) == 1:
+        return size
+    if not getattr(chunk.config, "variable_seq_lengths", False):
+        return None  # The sizes are equal, and an exchange in each pass would be for nothing.
+    return ranks.largest_size(size)
+
+
 def shape_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[tuple[int, int]]:
     """Return the sequence length and the batch of a micro-batch; None if they cannot be told.
 
@@ -49,20 +144,10 @@ def shape_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[tuple[int,
     return None
 
 
-def smaller_sizes(share: float, shape: tuple[int, int]) -> list[str]:
-    """Return settings with which a micro-batch takes a share of its memory.
-
-    Args:
-        share: The share.
-        shape: The sequence length and the batch of the micro-batch.
-    """
-    length, batch = shape
-    cures = []
-    if batch > 1 and int(batch * share):
-        cures.append(f"micro_batch_size to at most {int(batch * share)} (it is {batch})")
-    if int(length * share):
-        cures.append(f"seq_length to at most {int(length * share)} (it is {length})")
-    return cures
+def _land(me: weakref.ref[MicroBatches], iteration: int, _: torch.Tensor) -> None:
+    batches = me()
+    if batches is not None:
+        batches.land(iteration)
 
 
 def _has_scores(chunk: Any) -> bool:

@@ -4,48 +4,39 @@
 
 Before each iteration the layers get the assignment that
 :class:`~megatron.slipstream.plan.relaxation.Relaxation` has chosen, and plans the limit on the
-device peak; after it, what was measured is added. Ranks that compute a pipeline stage together
-choose from the same numbers: recomputation repeats their collectives.
+device peak; after it, what was measured is added.
+
+[Note: After a budget has settled]
+Settings are chosen again if they may not fit any more: device memory has run out in a forward, so
+that less is there than was assumed; with 'auto', an optimizer's state has appeared late; more
+micro-batches are in flight than before, for which all is measured again.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Optional, Union
+from typing import Any, Optional
 
 import torch
-from megatron.core import parallel_state
 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.engine_setup import host_limit
 from megatron.slipstream.fine_grained_activation_offload.report import LayerReport, RankReport
 from megatron.slipstream.integration.budget import rescue
-from megatron.slipstream.integration.budget.batch_sizes import (
-    shape_of,
-    size_of,
-    smaller_sizes,
-)
+from megatron.slipstream.integration.budget.batch_sizes import MicroBatches, agreed_size, shape_of
+from megatron.slipstream.integration.budget.device_limits import Budget, DeviceLimits
+from megatron.slipstream.integration.budget.messages import Messages
 from megatron.slipstream.integration.budget.optimizer_memory import optimizer_host_bytes
+from megatron.slipstream.integration.budget.stage_ranks import Lack, StageRanks, check_model
 from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.integration.layers.layer_boundaries import LayerBoundaries
 from megatron.slipstream.plan.layer_visits import Place, RankLayer
 from megatron.slipstream.plan.relaxation import Limits, NothingFitsError, Relaxation, Stage
-from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.settings import describe_setting
-from megatron.slipstream.plan.trace import Bandwidth
 
-logger = logging.getLogger(__name__)
-
-MARGIN = 0.05
-"""Share of the obtainable device memory that 'auto' leaves: the allocator reserves more than it
-allocates."""
 PEAK = "iteration"
 """Name of the peak since the iteration began."""
-Budget = Union[float, Literal["auto"]]
 
 
 class MemoryBudget:
@@ -60,41 +51,29 @@ class MemoryBudget:
     """
 
     def __init__(self, engine: OffloadEngine, budget: Budget) -> None:
-        if budget == "auto" and engine.store.backend.obtainable_bytes() is None:
-            raise ValueError(
-                "activation_memory_budget='auto' is not supported with offload_backend="
-                f"{engine.store.backend.name!r} because host memory stands in for the device's, "
-                "and has no end of its own; set the GiB that activations may use"
-            )
         self.relaxation: Optional[Relaxation] = None
         """What chooses the assignment; None before the first iteration."""
         self._engine = engine
         self._budget = budget
         self._chunk_refs: list[weakref.ref[torch.nn.Module]] = []
         self._boundaries = LayerBoundaries(engine)
-        self._limits = Limits(0, 0, 0)
-        self._allowed_bytes = 0
-        """Bytes of activations that all ranks of the stage may use."""
-        self._known_size: dict[int, float] = {}
-        """For each virtual stage, the largest micro-batch for which the assignment was chosen."""
-        self._size = 0.0
-        """The largest share of a known size in this iteration."""
-        self._varies = False
-        """Whether micro-batches have had several sizes."""
+        self._limits = DeviceLimits(engine, budget)
+        self._messages = Messages(budget, engine.report.rank)
+        self._ranks = StageRanks()
+        self._lack: Optional[Lack] = None
+        """What this stage lacks with its most frugal settings."""
+        self._batches = MicroBatches()
         self._is_spoiled = False
         """Whether layers had other settings in part of this iteration, so that it says nothing."""
         self._frugal_stages: set[int] = set()
         """Virtual stages whose layers are at their most frugal settings for one micro-batch."""
         self._has_run_out = False
         """Whether device memory ran out in this iteration, so that layers stay frugal in it."""
-        self._left_bytes = 0
-        """What the first iteration left allocated beside gradients."""
         self._movable_bytes: list[int] = []
         self._peak_bytes = 0
         """The device peak of the last iteration."""
         self._is_blind = False
         """Whether the backend does not count memory."""
-        self._has_rescued = self._has_repeated = False
 
     @property
     def is_settled(self) -> bool:
@@ -105,12 +84,12 @@ class MemoryBudget:
     @property
     def resident_bytes(self) -> int:
         """Device bytes of weights, gradients and optimizer state, as of the latest choice."""
-        return self._limits.resident_bytes
+        return self._limits.now.resident_bytes
 
     @property
     def activation_bytes(self) -> int:
         """The device peak of the last iteration without :attr:`resident_bytes`."""
-        return self._peak_bytes - self._limits.resident_bytes
+        return self._peak_bytes - self._limits.now.resident_bytes
 
     @property
     def _chunks(self) -> list[torch.nn.Module]:
@@ -129,7 +108,9 @@ class MemoryBudget:
 
     def call(self, chunk: torch.nn.Module, inputs: Any, attempt: Callable[[], Any]) -> Any:
         """Run a forward pass, and once more if device memory runs out: :mod:`rescue`."""
-        return rescue.call(self._engine, self, chunk, inputs, attempt)
+        output = rescue.call(self._engine, self, chunk, inputs, attempt)
+        self._batches.launched(output)
+        return output
 
     def enter(
         self, chunk: torch.nn.Module, tensors: Sequence[torch.Tensor], is_first: bool
@@ -160,95 +141,113 @@ class MemoryBudget:
         """Note that all passes of the iteration have been issued, and its plan is not made yet."""
         self._boundaries.end()
         if not self._peak_bytes:
-            self._left_bytes = self._boundaries.growth_bytes
+            self._limits.note_first(self._boundaries.growth_bytes)
         if not self._is_blind:
             self._peak_bytes = self._engine.store.backend.peak_bytes(PEAK)
 
     def after_end(self) -> None:
-        """Note that the iteration's plan is made."""
+        """Note that the iteration's plan is made.
+
+        Raises:
+            ValueError: On a stage of the pipeline, activations exceed the budget with the most
+                frugal assignment, too. All stages raise it: they would wait for one that raised it
+                alone within the schedule.
+        """
         plan = self._engine.plan
         self._movable_bytes = []
         if self._boundaries.has_memory and plan is not None:
             self._movable_bytes = self._boundaries.movable_bytes(plan.trace)
+        worst = None if self._is_blind else self._ranks.worst(self._lack)
+        if worst is not None:
+            raise self._messages.nothing_fits(worst, self._boundaries.shape)
 
     def _add(self, chunk: torch.nn.Module, is_first: bool) -> None:
         """Add a chunk, with each layer at its most frugal setting."""
+        check_model(chunk, self._budget)
         self._chunk_refs.append(weakref.ref(chunk))
+        self._ranks.add(chunk)
         if not is_first:
             layer_settings.make_frugal(chunk)
-        options = layer_settings.layers_of(self._chunks)
-        stages = [_stage(one) for one in self._chunks for _ in layer_settings.layers_of([one])]
-        layers = [
-            RankLayer(one.kind, stage, one.settings)
-            for one, stage in zip(options, stages, strict=True)
-        ]
-        self.relaxation = Relaxation(layers, self._engine.options)
-        self._boundaries.watch([one.layer for one in options], layers)
+        self.relaxation = Relaxation(self._watch(), self._engine.options)
+
+    def _watch(self) -> list[RankLayer]:
+        """Set hooks on the layers, and return what is known of each."""
+        stages = [(_stage(chunk), layer_settings.layers_of([chunk])) for chunk in self._chunks]
+        kinds = {one.layer: one.kind for one in layer_settings.layers_of(self._chunks)}
+        options = [(stage, one) for stage, ones in stages for one in ones]
+        layers = [RankLayer(kinds[one.layer], stage, one.settings) for stage, one in options]
+        self._boundaries.watch([one.layer for _, one in options], layers)
+        return layers
 
     def _begin(self) -> None:
         """Give the layers the assignment of the coming iteration."""
         relaxation, engine = self.relaxation, self._engine
         assert relaxation is not None
         if engine.store.backend.memory() is None:
-            self._stay_frugal(relaxation)
+            self._messages.not_followed(engine.store.backend.name)
+            self._is_blind = True
+            layer_settings.apply(relaxation.frugal, self._chunks)
             return
+        self._ranks.begin()
+        self._lack = None
         if not self._peak_bytes:  # The first iteration.
             host_limit.reserve(optimizer_host_bytes(self._chunks))
-            self._follow(relaxation, self._find_limits())
+            self._follow(relaxation, self._limits.find(self._chunks, relaxation.frugal_bytes))
+        elif self._batches.are_more:
+            self._batches.forget()
+            relaxation = self.relaxation = Relaxation(self._watch(), engine.options)
+            self._follow(relaxation, self._limits.find(self._chunks, relaxation.frugal_bytes))
+        elif self._has_run_out:
+            self._note_larger(relaxation, self._batches.largest_share, self.activation_bytes)
+            self._choose_again(relaxation)
         elif not relaxation.is_settled:
             self._advance(relaxation)
-        if self._varies and engine.options.target_memory_bytes is not None:
+        elif self._limits.is_auto and self._ranks.is_asked:
+            before_bytes = self._limits.allowed_bytes
+            left_bytes = self._limits.shrunk(self._limits.find(self._chunks, 0), self._ranks)
+            if left_bytes is not None:
+                self._messages.less(left_bytes, before_bytes)
+                self._choose_again(relaxation)
+        if self._batches.varies and engine.options.target_memory_bytes is not None:
             engine.change_target(None)
         if self._frugal_stages:
             self._frugal_stages.clear()
             for chunk in self._chunks:
                 layer_settings.give(relaxation.assignment, self._chunks, chunk)
-        self._size, self._is_spoiled, self._has_run_out = 0.0, False, False
+        self._is_spoiled = self._has_run_out = False
+        self._batches.begin()
         engine.store.backend.begin_peak(PEAK)
-
-    def _stay_frugal(self, relaxation: Relaxation) -> None:
-        if not self._is_blind and self._engine.report.rank == 0:
-            logger.warning(
-                "activation_memory_budget=%s is not followed, because backend %s does not count "
-                "device memory: every layer is recomputed, and all that may moves; leave "
-                "activation_memory_budget out, or train on a GPU",
-                self._budget,
-                self._engine.store.backend.name,
-            )
-        self._is_blind = True
-        layer_settings.apply(relaxation.frugal, self._chunks)
 
     def _advance(self, relaxation: Relaxation) -> None:
         """Add the last iteration, and choose the assignment of the coming one."""
         is_timed = relaxation.stage is Stage.TIMED
         boundaries = self._boundaries.boundaries()
         is_busy = is_timed and boundaries is None
-        facts = (is_busy, self._is_spoiled, self._size, self.activation_bytes)
-        busy, spoiled, larger, activation_bytes = _largest(facts)
+        share = self._batches.largest_share
+        facts = (is_busy, self._is_spoiled, share, self.activation_bytes)
+        busy, spoiled, larger, activation_bytes = self._ranks.largest(facts)
         if spoiled:
-            if larger > 1:
-                relaxation.note_larger(larger, int(activation_bytes))
-                self._known_size = {s: size * larger for s, size in self._known_size.items()}
-            self._follow(relaxation, self._find_limits())
+            self._note_larger(relaxation, larger, int(activation_bytes))
+            self._follow(relaxation, self._limits.find(self._chunks, relaxation.frugal_bytes))
             return
         if busy:
             return  # The device has not finished it.
         if not is_timed or boundaries is None:
             boundaries = self._boundaries.without_times()
-        limits = self._find_limits()
         before = relaxation.assignment, relaxation.stage is Stage.FRUGAL
         scale = 1 / larger if larger else 1.0
         relaxation.note(boundaries, self._movable_bytes, self.activation_bytes, scale)
-        relaxation.take(_largest(relaxation.numbers()))
-        agreed = _tightest(limits)
-        self._allowed_bytes = agreed.device_bytes - agreed.resident_bytes
+        relaxation.take(self._ranks.largest(relaxation.numbers()))
+        limits = self._limits.find(self._chunks, relaxation.frugal_bytes)
         try:
-            relaxation.advance(agreed)
+            relaxation.advance(self._limits.agree(limits, self._ranks))
         except NothingFitsError as error:
-            raise self._nothing_fits(error) from error
+            self._give_up(relaxation, error)
+            self._follow(relaxation, limits)
+            return
         # The first iteration may have seen no gradients that stay, so its plan does not. The last
         # one's plan may not know what the iteration has needed beyond it.
-        is_over = relaxation.activation_bytes > self._allowed_bytes
+        is_over = relaxation.activation_bytes > self._limits.allowed_bytes
         if before != (relaxation.assignment, False) or (relaxation.is_settled and is_over):
             self._follow(relaxation, limits)
         elif relaxation.is_settled:
@@ -256,17 +255,40 @@ class MemoryBudget:
         else:
             self._boundaries.begin(has_memory=False)
 
+    def _note_larger(self, relaxation: Relaxation, share: float, activation_bytes: int) -> None:
+        if share > 1:
+            relaxation.note_larger(share, activation_bytes)
+            self._batches.enlarge(share)
+
+    def _choose_again(self, relaxation: Relaxation) -> None:
+        """Choose from what was measured: [Note: After a budget has settled]."""
+        limits = self._limits.find(self._chunks, relaxation.frugal_bytes)
+        try:
+            relaxation.choose_again(self._limits.agree(limits, self._ranks))
+        except NothingFitsError as error:
+            self._give_up(relaxation, error)
+        self._watch()
+        self._follow(relaxation, limits)
+
+    def _give_up(self, relaxation: Relaxation, error: NothingFitsError) -> None:
+        """Raise, or with a pipeline go on frugally until all its stages raise the same."""
+        self._lack = Lack(error.needed_bytes, error.allowed_bytes, self._engine.report.rank)
+        if not self._ranks.has_pipeline:
+            raise self._messages.nothing_fits(self._lack, self._boundaries.shape) from error
+        relaxation.assignment = relaxation.frugal
+
     def _follow(self, relaxation: Relaxation, limits: Limits) -> None:
         """Give the layers their assignment, and record the coming iteration."""
-        self._limits = limits
-        self._engine.change_target(None if self._varies else relaxation.target_bytes(limits))
+        self._limits.now = limits
+        target_bytes = None if self._batches.varies else relaxation.target_bytes(limits)
+        self._engine.change_target(target_bytes)
         layer_settings.apply(relaxation.assignment, self._chunks)
         if relaxation.is_settled:
             self._end(relaxation)
         else:
             self._boundaries.begin(has_memory=True)
 
-    # Micro-batches of several sizes.
+    # Micro-batches of several sizes, and more of them.
 
     def _fit(self, chunk: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         """Give the layers of a chunk settings with which the coming micro-batch fits.
@@ -274,49 +296,34 @@ class MemoryBudget:
         [Note: Larger micro-batches]
         What a micro-batch needs is known from its size before it is launched. If it is larger than
         all that were measured, and what was measured, scaled to it, exceeds the budget, its layers
-        get their most frugal settings for this one pass. Once sizes vary, all that may moves, since
-        a plan for less would be one for the size that was recorded.
+        get their most frugal settings for this one pass; also if more are in flight with it than
+        were measured. Once sizes vary, all that may moves, since a plan for less would be one for
+        the size that was recorded.
         """
-        size, stage = size_of(chunk, tensors), _stage(chunk)
-        if size is None:
-            return
-        if getattr(chunk.config, "expert_model_parallel_size", 1) > 1:
-            if not getattr(chunk.config, "variable_seq_lengths", False):
-                return  # Its ranks could not agree without an exchange in each pass.
-            (size,) = _largest([size])
-        known = self._known_size.setdefault(stage, size)
-        self._varies |= size != known
-        if not self._peak_bytes:  # In the first iteration layers are frugal anyway.
-            known = self._known_size[stage] = max(known, size)
-        share = size / known
-        self._size = max(self._size, share)
-        relaxation = self.relaxation
+        relaxation, stage = self.relaxation, _stage(chunk)
         assert relaxation is not None
+        is_first = relaxation.stage is Stage.FRUGAL  # Layers are frugal anyway.
+        is_one_more = self._batches.is_one_more(is_first)
+        size = agreed_size(chunk, tensors, self._ranks)
+        share = 1.0 if size is None else self._batches.share_of(stage, size, is_first)
         # A plan for a target may need all that is allowed.
         has_target = self._engine.options.target_memory_bytes is not None
-        needed = self._allowed_bytes if has_target else relaxation.activation_bytes
+        needed = self._limits.allowed_bytes if has_target else relaxation.activation_bytes
         if self._has_run_out:
             return
-        if share > 1 and needed * share > self._allowed_bytes:
-            self._make_frugal(chunk, share)
+        if is_one_more or (share > 1 and needed * share > self._limits.allowed_bytes):
+            if is_one_more:
+                self._messages.more(self._batches.num_in_flight)
+            else:
+                self._messages.larger(share)
+            self._make_frugal(chunk)
         elif stage in self._frugal_stages:
             self._frugal_stages.discard(stage)
             layer_settings.give(relaxation.assignment, self._chunks, chunk)
 
-    def _make_frugal(self, chunk: torch.nn.Module, share: float) -> None:
-        relaxation, stage = self.relaxation, _stage(chunk)
-        assert relaxation is not None
-        if not self._has_rescued:
-            logger.warning(
-                "rank %d: a micro-batch is %.2f times as large as any before, so that with the "
-                "settings chosen for activation_memory_budget=%s it would not fit: every layer is "
-                "recomputed for it, and for others like it",
-                self._engine.report.rank,
-                share,
-                self._budget,
-            )
-        self._has_rescued = self._is_spoiled = True
-        self._frugal_stages.add(stage)
+    def _make_frugal(self, chunk: torch.nn.Module) -> None:
+        self._is_spoiled = True
+        self._frugal_stages.add(_stage(chunk))
         layer_settings.make_frugal(chunk)
 
     # Device memory that runs out in spite of all.
@@ -326,27 +333,20 @@ class MemoryBudget:
     ) -> None:
         """Make the layers of a chunk frugal until the iteration ends: device memory ran out.
 
+        The settings of later iterations are chosen for a device that ends where it did.
+
         Args:
             chunk: The chunk.
             tensors: Its arguments.
             tried_bytes: Bytes of the allocation that failed.
         """
-        length, batch = shape_of(chunk, tensors) or (0, 0)
-        if not self._has_repeated:
-            logger.warning(
-                "rank %d: device memory ran out in the forward of a micro-batch of %d x %d tokens "
-                "within activation_memory_budget=%s: what it had saved is freed, every layer is "
-                "recomputed until the iteration ends, and the forward is repeated (%s were asked "
-                "for)",
-                self._engine.report.rank,
-                batch,
-                length,
-                self._budget,
-                format_bytes(tried_bytes),
-            )
-        self._has_repeated = self._has_run_out = self._is_spoiled = True
-        self._frugal_stages.add(_stage(chunk))
-        layer_settings.make_frugal(chunk)
+        self._messages.repeated(shape_of(chunk, tensors) or (0, 0), tried_bytes)
+        relaxation = self.relaxation
+        assert relaxation is not None
+        if not self._is_blind and relaxation.stage is not Stage.FRUGAL:
+            self._limits.end_at(self._engine.store.backend.peak_bytes(PEAK))
+        self._has_run_out = True
+        self._make_frugal(chunk)
 
     def out_of_memory(
         self,
@@ -364,38 +364,9 @@ class MemoryBudget:
             because: Why it is not repeated.
         """
         peak_bytes = 0 if self._is_blind else self._engine.store.backend.peak_bytes(PEAK)
-        used_bytes = max(0, peak_bytes - self._limits.resident_bytes)
-        needed_bytes = used_bytes + tried_bytes
-        share = used_bytes / max(1, needed_bytes)
-        cures = smaller_sizes(share, shape_of(chunk, tensors) or (0, 0))
-        less_gib = math.floor((used_bytes - tried_bytes) / 2**30 * 100) / 100
-        if less_gib > 0 and not self._has_run_out:
-            cures.insert(0, f"activation_memory_budget to at most {less_gib:.2f}")
-        return torch.OutOfMemoryError(
-            f"activation_memory_budget={self._budget} is not supported with this micro-batch "
-            f"because rank {self._engine.report.rank} ran out of device memory with "
-            f"{format_bytes(used_bytes)} of activations, and {because}; "
-            + ("set " + ", or ".join(cures) if cures else "spread the model over more devices")
-        )
-
-    # Limits, and what ranks agree on.
-
-    def _find_limits(self) -> Limits:
-        """Return what the coming iteration may use, and what is in use before it."""
-        backend = self._engine.store.backend
-        reading = backend.memory()
-        assert reading is not None
-        base_bytes = reading[0] + _absent_gradient_bytes(self._chunks)
-        resident_bytes = base_bytes - self._left_bytes
-        obtainable = backend.obtainable_bytes()
-        if self._budget != "auto":
-            device_bytes = resident_bytes + int(self._budget * 2**30)
-        else:
-            assert obtainable is not None
-            device_bytes = int(obtainable * (1 - MARGIN))
-        bandwidth = self._engine.measure_bandwidth() if self._peak_bytes else None
-        host_bytes = self._engine.store.host_pool.limit_bytes
-        return Limits(device_bytes, resident_bytes, base_bytes, bandwidth, host_bytes)
+        used_bytes = max(0, peak_bytes - self._limits.now.resident_bytes)
+        shape = shape_of(chunk, tensors) or (0, 0)
+        return self._messages.ran_out(used_bytes, tried_bytes, shape, because, self._has_run_out)
 
     # What users are told.
 
@@ -404,7 +375,7 @@ class MemoryBudget:
         relaxation, plan = self.relaxation, self._engine.plan
         if relaxation is None:
             return
-        report.budget_bytes = self._limits.device_bytes - self._limits.resident_bytes
+        report.budget_bytes = self._limits.now.device_bytes - self._limits.now.resident_bytes
         report.budget_reason = f"activation_memory_budget={self._budget}"
         num_layers = len(relaxation.assignment)
         moved = self._boundaries.moved_bytes(plan) if plan is not None else [0] * num_layers
@@ -423,78 +394,11 @@ class MemoryBudget:
             )
         ]
 
-    def _nothing_fits(self, error: NothingFitsError) -> ValueError:
-        share = error.allowed_bytes / error.needed_bytes
-        needed_gib = math.ceil(error.needed_bytes / 2**30 * 100) / 100
-        cures = [f"set activation_memory_budget to {needed_gib:.2f} or more"]
-        if self._budget == "auto":
-            cures = ["spread the model over more devices"]
-        cures += smaller_sizes(share, self._boundaries.shape)
-        return ValueError(
-            f"activation_memory_budget={self._budget} is not supported with this model because "
-            f"rank {self._engine.report.rank} needs {format_bytes(error.needed_bytes)} for "
-            "activations even if every layer is recomputed and its input offloaded, and "
-            f"{format_bytes(max(0, error.allowed_bytes))} are allowed; " + ", or ".join(cures)
-        )
-
     def _end(self, relaxation: Relaxation) -> None:
         """Measure no more, and say what was chosen."""
         self._boundaries.stop()  # Hooks of layers would cost each later pass.
-        counts = Counter(map(describe_setting, relaxation.assignment))
-        predicted = relaxation.predicted
-        log = logger.info if self._engine.report.rank == 0 else logger.debug
-        log(
-            "activation_memory_budget=%s has settled: layers %s; the device peak may be %s, of "
-            "which activations %s; at most %s is predicted",
-            self._budget,
-            ", ".join(f"{number} {name}" for name, number in sorted(counts.items())),
-            format_bytes(self._limits.device_bytes),
-            format_bytes(self._limits.device_bytes - self._limits.resident_bytes),
-            format_bytes(predicted.peak_bytes if predicted is not None else 0),
-        )
+        self._messages.settled(relaxation, self._limits.now)
 
 
 def _stage(chunk: Any) -> int:
     return getattr(chunk, "vp_stage", None) or 0
-
-
-def _absent_gradient_bytes(chunks: Sequence[torch.nn.Module]) -> int:
-    """Return the bytes of gradients that backward will allocate."""
-    parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
-    return sum(
-        parameter.nbytes
-        for parameter in parameters
-        if parameter.requires_grad
-        and parameter.grad is None
-        and getattr(parameter, "main_grad", None) is None
-    )
-
-
-def _tightest(limits: Limits) -> Limits:
-    """Return the limits that hold on all ranks that compute the same pipeline stage."""
-    host_bytes = math.inf if limits.host_bytes is None else limits.host_bytes
-    bandwidth = limits.bandwidth or [-1.0] * len(Bandwidth._fields)
-    least = (limits.device_bytes - limits.resident_bytes, host_bytes, *bandwidth)
-    most = (limits.resident_bytes, limits.base_bytes - limits.resident_bytes)
-    resident, left, *rest = _largest([*most, *(-value for value in least)])
-    allowed, host, *rates = (-value for value in rest)
-    return Limits(
-        int(resident + allowed),
-        int(resident),
-        int(resident + left),
-        Bandwidth(*rates) if min(rates) > 0 else None,
-        None if math.isinf(host) else int(host),
-    )
-
-
-def _largest(values: Sequence[float]) -> list[float]:
-    """Return the largest of each value over the ranks that compute the same pipeline stage."""
-    if not parallel_state.model_parallel_is_initialized():
-        return list(values)
-    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    if torch.distributed.get_world_size(group) == 1:
-        return list(values)
-    device = "cuda" if "nccl" in torch.distributed.get_backend(group) else "cpu"
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=group)
-    return [float(value) for value in tensor.tolist()]

@@ -18,18 +18,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
 from megatron.slipstream.integration.budget.forward_state import ForwardState
+from megatron.slipstream.integration.budget.stage_ranks import waits_for_others
 from megatron.slipstream.patches.model_calls import tensors_in
 
 if TYPE_CHECKING:
     from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
     from megatron.slipstream.integration.budget.memory_budget import MemoryBudget
 
-_SIZES = (
-    *("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-)
 _STATEFUL = {
     "fp8": "scaling factors are updated in forward",
     "fp4": "scaling factors are updated in forward",
@@ -76,6 +74,7 @@ def call(
         if state is None or reason is not None:
             because = f"the forward cannot be repeated: {reason}"
             raise budget.out_of_memory(chunk, tensors, _tried_bytes(failure), because) from failure
+        _forget_recomputations(chunk)
         _forget_frames(failure)
         engine.discard_pass()
         state.restore()
@@ -103,23 +102,10 @@ def _refusal(chunk: torch.nn.Module) -> Optional[str]:
 
 def why_not(chunk: Any) -> Optional[str]:
     """Say why a forward of this chunk cannot be repeated; None if it can."""
-    config = chunk.config
-    for option in _SIZES:
-        size = getattr(config, option, None) or 1
-        if size > 1:
-            return f"with {option}={size} other ranks wait inside its collectives"
     for option, state in _STATEFUL.items():
-        if getattr(config, option, None):
+        if getattr(chunk.config, option, None):
             return f"with {option} {state}"
-    is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-    for module in chunk.modules():
-        if getattr(module, "global_tokens_per_expert", None) is not None and not is_alone:
-            return "with global_aux_loss other ranks wait inside its collectives"
-        if isinstance(module, torch.distributed.fsdp.FSDPModule):
-            return "with FSDP other ranks wait inside its collectives"
-    if any(hasattr(parameter, "__fsdp_param__") for parameter in chunk.parameters()):
-        return "with FSDP other ranks wait inside its collectives"
-    return None
+    return waits_for_others(chunk)
 
 
 def _tried_bytes(error: BaseException) -> int:
@@ -129,6 +115,14 @@ def _tried_bytes(error: BaseException) -> int:
         return 0
     units = ("bytes", "KiB", "MiB", "GiB")
     return int(float(found[1]) * 1024 ** units.index(found[2]))
+
+
+def _forget_recomputations(chunk: torch.nn.Module) -> None:
+    """Free what modules keep of the failed pass to recompute it: its backward will not come."""
+    for module in chunk.modules():
+        for value in vars(module).values():
+            if isinstance(value, CheckpointWithoutOutput):
+                value.ctx = value.outputs = value.run_function = None
 
 
 def _forget_frames(failure: BaseException) -> None:

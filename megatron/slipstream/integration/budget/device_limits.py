@@ -1,0 +1,117 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What an iteration within a budget may use of the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, Optional, Union
+
+import torch
+
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+from megatron.slipstream.integration.budget.stage_ranks import StageRanks
+from megatron.slipstream.plan import relaxation
+from megatron.slipstream.plan.relaxation import Limits
+
+MARGIN = 0.05
+"""Share of the obtainable device memory that 'auto' leaves: the allocator reserves more than it
+allocates."""
+Budget = Union[float, Literal["auto"]]
+
+
+class DeviceLimits:
+    """The limits of the coming iteration.
+
+    Args:
+        engine: The engine of the model.
+        budget: GiB of activations, or 'auto'.
+
+    Raises:
+        ValueError: The budget is 'auto', and the backend's device has no end.
+    """
+
+    def __init__(self, engine: OffloadEngine, budget: Budget) -> None:
+        if budget == "auto" and engine.store.backend.obtainable_bytes() is None:
+            raise ValueError(
+                "activation_memory_budget='auto' is not supported with offload_backend="
+                f"{engine.store.backend.name!r} because host memory stands in for the device's, "
+                "and has no end of its own; set the GiB that activations may use"
+            )
+        self._engine = engine
+        self._budget = budget
+        self.now = Limits(0, 0, 0)
+        """What is followed."""
+        self.allowed_bytes = 0
+        """Bytes of activations that all ranks of the stage may use, as of the last choice."""
+        self._left_bytes: Optional[int] = None
+        """What the first iteration left allocated beside gradients; None before it has ended."""
+        self._end_bytes = math.inf
+        """The device peak at which memory has run out."""
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether what is left for activations depends on what else is on the device."""
+        return self._budget == "auto"
+
+    def note_first(self, left_bytes: int) -> None:
+        """Note that the first iteration has ended, and what it has left beside gradients."""
+        self._left_bytes = left_bytes
+
+    def find(self, chunks: Sequence[torch.nn.Module], frugal_bytes: int) -> Limits:
+        """Return what the coming iteration may use, and what is in use before it.
+
+        Args:
+            chunks: The chunks of the model.
+            frugal_bytes: What activations need with the most frugal settings; 0 if unknown.
+        """
+        backend = self._engine.store.backend
+        reading = backend.memory()
+        assert reading is not None
+        base_bytes = reading[0] + _absent_gradient_bytes(chunks)
+        resident_bytes = base_bytes - (self._left_bytes or 0)
+        if self._budget != "auto":
+            device_bytes = resident_bytes + int(self._budget * 2**30)
+        else:
+            obtainable = backend.obtainable_bytes()
+            assert obtainable is not None
+            device_bytes = int(obtainable * (1 - MARGIN))
+        # Frugal settings ran where others have run out.
+        end_bytes = max(self._end_bytes, resident_bytes + frugal_bytes)
+        bandwidth = None if self._left_bytes is None else self._engine.measure_bandwidth()
+        host_bytes = self._engine.store.host_pool.limit_bytes
+        device_bytes = int(min(device_bytes, end_bytes))
+        return Limits(device_bytes, resident_bytes, base_bytes, bandwidth, host_bytes)
+
+    def end_at(self, peak_bytes: int) -> None:
+        """Note that memory has run out at a device peak: less is there than was assumed."""
+        self._end_bytes = min(self._end_bytes, peak_bytes)
+
+    def agree(self, limits: Limits, ranks: StageRanks) -> Limits:
+        """Return the limits on all ranks of the stage, from which the coming choice is made."""
+        agreed = ranks.tightest(limits)
+        self.allowed_bytes = agreed.device_bytes - agreed.resident_bytes
+        return agreed
+
+    def shrunk(self, limits: Limits, ranks: StageRanks) -> Optional[int]:
+        """Return the bytes left for activations; None if as many as at the last choice.
+
+        Predictions leave a margin, which such a choice may use up.
+        """
+        agreed = ranks.tightest(limits)
+        allowed_bytes = agreed.device_bytes - agreed.resident_bytes
+        is_less = allowed_bytes < (1 - relaxation.MARGIN) * self.allowed_bytes
+        return allowed_bytes if is_less else None
+
+
+def _absent_gradient_bytes(chunks: Sequence[torch.nn.Module]) -> int:
+    """Return the bytes of gradients that backward will allocate."""
+    parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
+    return sum(
+        parameter.nbytes
+        for parameter in parameters
+        if parameter.requires_grad
+        and parameter.grad is None
+        and getattr(parameter, "main_grad", None) is None
+    )

@@ -1,0 +1,163 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What users are told of a budget: that it has settled, or why it is not kept and what would be."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+
+from megatron.slipstream.integration.budget.stage_ranks import Lack
+from megatron.slipstream.plan.relaxation import Limits, Relaxation
+from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.plan.settings import describe_setting
+
+logger = logging.getLogger(__name__)
+
+
+class Messages:
+    """Warnings, each given once, and errors.
+
+    Args:
+        budget: ``activation_memory_budget``.
+        rank: This rank.
+    """
+
+    def __init__(self, budget: object, rank: int) -> None:
+        self._budget = budget
+        self._rank = rank
+        self._told: set[object] = set()
+
+    def _warn(self, key: object, text: str, *values: Any) -> None:
+        if key not in self._told:
+            logger.warning("rank %d: %s", self._rank, text % values)
+        self._told.add(key)
+
+    def not_followed(self, backend: str) -> None:
+        """Warn on the first rank that the backend does not count memory."""
+        if self._rank == 0:
+            self._warn(
+                "blind",
+                "activation_memory_budget=%s is not followed, because backend %s does not count "
+                "device memory: every layer is recomputed, and all that may moves; leave "
+                "activation_memory_budget out, or train on a GPU",
+                *(self._budget, backend),
+            )
+
+    def larger(self, share: float) -> None:
+        """Warn that a micro-batch is larger than those for which settings were chosen."""
+        self._warn(
+            "larger",
+            "a micro-batch is %.2f times as large as any before, so that with the settings chosen "
+            "for activation_memory_budget=%s it would not fit: every layer is recomputed for it, "
+            "and for others like it",
+            *(share, self._budget),
+        )
+
+    def more(self, number: int) -> None:
+        """Warn that more micro-batches are in flight than those for which settings were chosen."""
+        self._warn(
+            number,
+            "more micro-batches are in flight than the %d for which settings were chosen within "
+            "activation_memory_budget=%s: every layer is recomputed for those beyond, and settings "
+            "are chosen again from the next iteration on",
+            *(number, self._budget),
+        )
+
+    def less(self, allowed_bytes: int, before_bytes: int) -> None:
+        """Warn that less memory is left for activations than when settings were chosen."""
+        self._warn(
+            "less",
+            "%s are left for activations by activation_memory_budget=%s, after %s when settings "
+            "were chosen (an optimizer's first step may have come late): they are chosen again",
+            *(format_bytes(max(0, allowed_bytes)), self._budget, format_bytes(before_bytes)),
+        )
+
+    def repeated(self, shape: tuple[int, int], tried_bytes: int) -> None:
+        """Warn that memory ran out in a forward, which is repeated."""
+        length, batch = shape
+        self._warn(
+            "ran out",
+            "device memory ran out in the forward of a micro-batch of %d x %d tokens within "
+            "activation_memory_budget=%s: what it had saved is freed, every layer is recomputed "
+            "until the iteration ends, and the forward is repeated (%s were asked for); settings "
+            "are then chosen for less memory",
+            *(batch, length, self._budget, format_bytes(tried_bytes)),
+        )
+
+    def settled(self, relaxation: Relaxation, limits: Limits) -> None:
+        """Log what was chosen."""
+        counts = Counter(map(describe_setting, relaxation.assignment))
+        predicted = relaxation.predicted
+        log = logger.info if self._rank == 0 else logger.debug
+        log(
+            "activation_memory_budget=%s has settled: layers %s; the device peak may be %s, of "
+            "which activations %s; at most %s is predicted",
+            self._budget,
+            ", ".join(f"{number} {name}" for name, number in sorted(counts.items())),
+            format_bytes(limits.device_bytes),
+            format_bytes(limits.device_bytes - limits.resident_bytes),
+            format_bytes(predicted.peak_bytes if predicted is not None else 0),
+        )
+
+    def nothing_fits(self, lack: Lack, shape: tuple[int, int]) -> ValueError:
+        """Return the error for a model that exceeds the budget with the most frugal settings.
+
+        Args:
+            lack: By how much, and on which rank.
+            shape: Sequence length and batch of a micro-batch.
+        """
+        needed_gib = math.ceil(lack.needed_bytes / 2**30 * 100) / 100
+        cures = [f"set activation_memory_budget to {needed_gib:.2f} or more"]
+        if self._budget == "auto":
+            cures = ["spread the model over more devices"]
+        cures += _smaller_sizes(lack.allowed_bytes / lack.needed_bytes, shape)
+        return ValueError(
+            f"activation_memory_budget={self._budget} is not supported with this model because "
+            f"rank {lack.rank} needs {format_bytes(lack.needed_bytes)} for activations even if "
+            "every layer is recomputed and its input offloaded, and "
+            f"{format_bytes(max(0, lack.allowed_bytes))} are allowed; " + ", or ".join(cures)
+        )
+
+    def ran_out(
+        self,
+        used_bytes: int,
+        tried_bytes: int,
+        shape: tuple[int, int],
+        because: str,
+        is_frugal: bool,
+    ) -> torch.OutOfMemoryError:
+        """Return the error for a forward that ran out of memory and is not repeated.
+
+        Args:
+            used_bytes: What activations used.
+            tried_bytes: Bytes of the allocation that failed.
+            shape: Sequence length and batch of the micro-batch.
+            because: Why it is not repeated.
+            is_frugal: Whether its layers had their most frugal settings.
+        """
+        cures = _smaller_sizes(used_bytes / max(1, used_bytes + tried_bytes), shape)
+        less_gib = math.floor((used_bytes - tried_bytes) / 2**30 * 100) / 100
+        if less_gib > 0 and not is_frugal:
+            cures.insert(0, f"activation_memory_budget to at most {less_gib:.2f}")
+        return torch.OutOfMemoryError(
+            f"activation_memory_budget={self._budget} is not supported with this micro-batch "
+            f"because rank {self._rank} ran out of device memory with {format_bytes(used_bytes)} "
+            f"of activations, and {because}; "
+            + ("set " + ", or ".join(cures) if cures else "spread the model over more devices")
+        )
+
+
+def _smaller_sizes(share: float, shape: tuple[int, int]) -> list[str]:
+    """Return settings with which a micro-batch of this shape takes a share of its memory."""
+    length, batch = shape
+    cures = []
+    if batch > 1 and int(batch * share):
+        cures.append(f"micro_batch_size to at most {int(batch * share)} (it is {batch})")
+    if int(length * share):
+        cures.append(f"seq_length to at most {int(length * share)} (it is {length})")
+    return cures
