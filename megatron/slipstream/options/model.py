@@ -125,12 +125,13 @@ def _is_checkpointed(name: str, facts: Any) -> bool:
     return exists[name] and not _is_captured(name, facts)
 
 
-def keeps_checkpoint_inputs(facts: Any) -> bool:
+def keeps_checkpoint_inputs(options: Any) -> bool:
     """Whether any checkpoint of the model keeps inputs that can move.
 
     Args:
-        facts: Has megatron-core's option names, such as a ``TransformerConfig``.
+        options: Facts, parsed arguments or a ``TransformerConfig``.
     """
+    facts = Facts.of(options)
     if facts.mlp_sequence_tiles != 1:
         return True
     if facts.recompute_granularity != "selective":
