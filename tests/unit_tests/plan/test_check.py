@@ -90,166 +90,120 @@ def assert_refused(plan: Plan, rule: SafetyProperty, action: str, *edges: EdgeRu
     return error
 
 
-# The actions of a group.
+# Mutations: each breaks one rule, and the error names it with the action.
 
-
-def test_a_plan_has_no_group_that_the_trace_has_not() -> None:
-    stranger = dataclasses.replace(FOUR_LAYERS.group_by_key[FIRST], key=GroupKey(7, 3))
-    plan = dataclasses.replace(FOUR_LAYERS, groups=(*FOUR_LAYERS.groups, stranger))
-    assert_refused(plan, SafetyProperty.KNOWN_GROUP, "7.3.core_attn:D2H")
-
-
-def test_a_plan_has_every_group_of_the_trace() -> None:
-    plan = dataclasses.replace(FOUR_LAYERS, groups=FOUR_LAYERS.groups[1:])
-    error = refusal(plan)
-    assert (error.rule, error.action) == (SafetyProperty.KNOWN_GROUP, "0.0.core_attn:D2H")
-
-
-@pytest.mark.parametrize("step", [-1, 12, 1000])
-@pytest.mark.parametrize(
-    "name, action", [("commit_step", "D2H"), ("free_step", "FREE"), ("h2d_step", "H2D")]
+Rule = SafetyProperty
+MOVES = {"commit_step": "D2H", "free_step": "FREE", "h2d_step": "H2D"}
+STORAGES, GROUPS = FOUR_LAYERS.storages, FOUR_LAYERS.groups
+MOVED_EARLY = StoragePlan(3, 1000, 7, 8, 9, 10)
+STRANGER = dataclasses.replace(GROUPS[0], key=GroupKey(7, 3))
+SECOND_STAYS = tuple(
+    GroupPlan(SECOND, "core_attn", False, "none") if group.key == SECOND else group
+    for group in SHARED.groups
 )
-def test_an_action_is_due_at_a_step_of_the_trace(step: int, name: str, action: str) -> None:
-    plan = change_group(FOUR_LAYERS, SECOND, **{name: step})
-    assert_refused(plan, SafetyProperty.KNOWN_STEP, f"0.1.core_attn:{action}")
+WITHOUT_LAST_USE = dataclasses.replace(
+    FOUR_LAYERS.trace, steps=FOUR_LAYERS.trace.steps[:-1] + FOUR_LAYERS.trace.steps[-2:-1]
+)
+FEW_BYTES = dataclasses.replace(FOUR_LAYERS.options, host_memory_limit_bytes=2 * MIN_BUFFER_BYTES)
+LATE = SHARED.group_by_key[FIRST].h2d_step + 1
 
 
-def test_a_storage_that_stays_is_one_of_its_group() -> None:
-    plan = change_group(FOUR_LAYERS, FIRST, kept_storages={1: "a reason"})
-    assert_refused(plan, SafetyProperty.KNOWN_STORAGE, "0.0.core_attn:D2H")
+def changed(plan: Plan = FOUR_LAYERS, **changes: Any) -> Plan:
+    return dataclasses.replace(plan, **changes)
 
 
-@pytest.mark.parametrize("index", [-1, 4])
-def test_a_storage_that_moves_is_one_of_the_trace(index: int) -> None:
-    plan = change_storage(FOUR_LAYERS, 0, index=index)
-    error = refusal(plan)
-    assert (error.rule, error.action) == (SafetyProperty.KNOWN_STORAGE, f"storage {index}")
+def first(**changes: Any) -> Plan:
+    return change_group(FOUR_LAYERS, FIRST, **changes)
 
 
-def test_a_group_is_used_when_the_trace_uses_it() -> None:
-    plan = change_group(FOUR_LAYERS, FIRST, use_step=10)
-    assert_refused(plan, SafetyProperty.KNOWN_USE, "0.0.core_attn:BU")
+def second(**changes: Any) -> Plan:
+    return change_group(FOUR_LAYERS, SECOND, **changes)
 
 
-def test_a_group_that_moves_is_used_at_all() -> None:
+MUTATIONS = [
+    ("a stranger", changed(groups=(*GROUPS, STRANGER)), Rule.KNOWN_GROUP, "7.3 D2H"),
+    *[
+        (f"{name} {at}", second(**{name: at}), Rule.KNOWN_STEP, f"0.1 {action}")
+        for name, action in MOVES.items()
+        for at in (-1, 12, 1000)
+    ],
+    ("kept", first(kept_storages={1: "a reason"}), Rule.KNOWN_STORAGE, "0.0 D2H"),
+    ("use elsewhere", first(use_step=10), Rule.KNOWN_USE, "0.0 BU"),
     # It would not be reloaded before the iteration ends.
-    steps = FOUR_LAYERS.trace.steps[:-1] + FOUR_LAYERS.trace.steps[-2:-1]
-    trace = dataclasses.replace(FOUR_LAYERS.trace, steps=steps)
-    plan = dataclasses.replace(FOUR_LAYERS, trace=trace)
-    assert_refused(plan, SafetyProperty.KNOWN_USE, "0.0.core_attn:BU")
+    ("never used", changed(trace=WITHOUT_LAST_USE), Rule.KNOWN_USE, "0.0 BU"),
+    *[
+        (f"{name} before commit", second(**{name: 2}), Rule.AFTER_COMMIT, f"0.1 {action}")
+        for name, action in MOVES.items()
+    ],
+    # The order of a storage's moves. At its own use the engine would neither copy nor release.
+    ("free before D2H", first(commit_step=5), Rule.D2H_BEFORE_FREE, "0.0 FREE"),
+    ("H2D 9", first(free_step=10, h2d_step=9), Rule.FREE_BEFORE_H2D, "0.0 H2D"),
+    ("H2D 2", first(free_step=3, h2d_step=2), Rule.FREE_BEFORE_H2D, "0.0 H2D"),
+    ("H2D 1", first(free_step=3, h2d_step=1), Rule.FREE_BEFORE_H2D, "0.0 H2D"),
+    ("shared", change_group(SHARED, SECOND, free_step=LATE), Rule.FREE_BEFORE_H2D, "0.1 H2D"),
+    ("late free", first(free_step=11, h2d_step=11), Rule.LEAVES_BEFORE_USE, "0.0 FREE"),
+    (
+        *("late D2H", first(commit_step=11, free_step=11, h2d_step=11)),
+        *(Rule.LEAVES_BEFORE_USE, "0.0 D2H"),
+    ),
+    ("used before", second(h2d_step=11), Rule.BACK_BEFORE_USE, "0.1 H2D"),
+    ("moved twice", changed(storages=STORAGES + STORAGES), Rule.ONCE, "0.0 D2H"),
+    # The holders of a storage.
+    ("a holder stays", changed(SHARED, groups=SECOND_STAYS), Rule.ALL_RELEASE, "0.0 D2H"),
+    (
+        *("a holder keeps it", change_group(SHARED, SECOND, kept_storages={0: "none"})),
+        *(Rule.ALL_RELEASE, "0.0 D2H"),
+    ),
+    ("host memory", changed(options=FEW_BYTES), Rule.WITHIN_HOST_MEMORY, "0.2 D2H"),
+    (
+        *("held outside", change_storage_trace(FOUR_LAYERS, 1, held_outside=True)),
+        *(Rule.HELD_OUTSIDE, "0.1 D2H"),
+    ),
+    # The statements of the plan.
+    *[
+        (
+            *(name, change_storage(FOUR_LAYERS, 1, **{name: getattr(STORAGES[1], name) + 1})),
+            *(Rule.AS_STATED, "0.1 D2H"),
+        )
+        for name in ("nbytes", "d2h_step", "free_step", "h2d_step", "use_step")
+    ],
+    ("not stated", changed(storages=STORAGES[1:]), Rule.AS_STATED, "0.0 D2H"),
+    ("not moved", changed(storages=(*STORAGES, MOVED_EARLY)), Rule.AS_STATED, "0.3 D2H"),
+    ("other bytes", second(moved_nbytes=999), Rule.AS_STATED, "0.1 D2H"),
+]
 
 
 @pytest.mark.parametrize(
-    "name, action", [("commit_step", "D2H"), ("free_step", "FREE"), ("h2d_step", "H2D")]
+    ("plan", "rule", "action"), [pytest.param(*m[1:], id=m[0]) for m in MUTATIONS]
 )
-def test_nothing_is_done_for_a_group_before_its_commit(name: str, action: str) -> None:
-    plan = change_group(FOUR_LAYERS, SECOND, **{name: 2})
-    assert_refused(plan, SafetyProperty.AFTER_COMMIT, f"0.1.core_attn:{action}")
+def test_a_plan_that_breaks_a_rule_is_refused(plan: Plan, rule: Rule, action: str) -> None:
+    assert_refused(plan, rule, action.replace(" ", ".core_attn:"))
 
 
-# The order of a storage's moves.
+UNSEEN = [
+    (changed(groups=GROUPS[1:]), Rule.KNOWN_GROUP, "0.0.core_attn:D2H", 0),
+    (change_storage(FOUR_LAYERS, 0, index=-1), Rule.KNOWN_STORAGE, "storage -1", 0),
+    (change_storage(FOUR_LAYERS, 0, index=4), Rule.KNOWN_STORAGE, "storage 4", 0),
+    (changed(groups=GROUPS + GROUPS[:1]), Rule.ONCE, "0.0.core_attn:D2H", 2),
+]
 
 
-def test_memory_is_not_let_go_before_its_copy_out_was_started() -> None:
-    plan = change_group(FOUR_LAYERS, FIRST, commit_step=5)
-    assert_refused(plan, SafetyProperty.D2H_BEFORE_FREE, "0.0.core_attn:FREE")
-
-
-@pytest.mark.parametrize("free_step, h2d_step", [(10, 9), (3, 2), (3, 1)])
-def test_a_copy_back_does_not_start_before_the_memory_was_let_go(
-    free_step: int, h2d_step: int
+@pytest.mark.parametrize(("plan", "rule", "action", "num_rows"), UNSEEN)
+def test_what_has_no_row_of_its_own_or_two_is_refused(
+    plan: Plan, rule: Rule, action: str, num_rows: int
 ) -> None:
-    plan = change_group(FOUR_LAYERS, FIRST, free_step=free_step, h2d_step=h2d_step)
-    assert_refused(plan, SafetyProperty.FREE_BEFORE_H2D, "0.0.core_attn:H2D")
-
-
-def test_a_shared_storage_does_not_come_back_before_its_last_group_let_go() -> None:
-    first = SHARED.group_by_key[FIRST]
-    plan = change_group(SHARED, SECOND, free_step=first.h2d_step + 1)
-    assert_refused(plan, SafetyProperty.FREE_BEFORE_H2D, "0.1.core_attn:H2D")
-
-
-@pytest.mark.parametrize("commit_step, action", [(1, "FREE"), (11, "D2H")])
-def test_nothing_of_a_group_leaves_once_backward_has_reached_it(
-    commit_step: int, action: str
-) -> None:
-    # At its own use the engine would neither copy out nor release.
-    plan = change_group(FOUR_LAYERS, FIRST, commit_step=commit_step, free_step=11, h2d_step=11)
-    assert_refused(plan, SafetyProperty.LEAVES_BEFORE_USE, f"0.0.core_attn:{action}")
-
-
-def test_a_group_is_not_used_before_it_is_back() -> None:
-    plan = change_group(FOUR_LAYERS, SECOND, h2d_step=11)
-    assert_refused(plan, SafetyProperty.BACK_BEFORE_USE, "0.1.core_attn:H2D")
-
-
-def test_a_storage_does_not_move_twice_for_two_plans_of_its_group() -> None:
-    plan = dataclasses.replace(FOUR_LAYERS, groups=FOUR_LAYERS.groups + FOUR_LAYERS.groups[:1])
     error = refusal(plan)
-    assert (error.rule, error.action) == (SafetyProperty.ONCE, "0.0.core_attn:D2H")
-    assert str(error).count("<-- here") == 2
+    assert (error.rule, error.action) == (rule, action)
+    assert str(error).count("<-- here") == num_rows
 
 
-def test_a_storage_does_not_move_twice_for_two_entries_of_its_own() -> None:
-    plan = dataclasses.replace(FOUR_LAYERS, storages=FOUR_LAYERS.storages + FOUR_LAYERS.storages)
-    assert_refused(plan, SafetyProperty.ONCE, "0.0.core_attn:D2H")
+def test_a_holder_that_stays_is_named() -> None:
+    assert "group 0.1" in str(refusal(changed(SHARED, groups=SECOND_STAYS)))
 
 
-# The holders of a storage.
-
-
-def test_a_storage_is_not_moved_while_a_group_that_holds_it_stays() -> None:
-    second = SHARED.group_by_key[SECOND]
-    stays = dataclasses.replace(GroupPlan(SECOND, second.name, False), reason="none")
-    groups = tuple(stays if group.key == SECOND else group for group in SHARED.groups)
-    plan = dataclasses.replace(SHARED, groups=groups)
-    error = assert_refused(plan, SafetyProperty.ALL_RELEASE, "0.0.core_attn:D2H")
-    assert "group 0.1" in str(error)
-
-
-def test_a_storage_is_not_moved_by_one_group_and_kept_by_another() -> None:
-    plan = change_group(SHARED, SECOND, kept_storages={0: "none"})
-    assert_refused(plan, SafetyProperty.ALL_RELEASE, "0.0.core_attn:D2H")
-
-
-def test_no_more_host_memory_is_lent_than_the_options_allow() -> None:
-    limit = 2 * MIN_BUFFER_BYTES
-    options = dataclasses.replace(FOUR_LAYERS.options, host_memory_limit_bytes=limit)
-    plan = dataclasses.replace(FOUR_LAYERS, options=options)
-    assert_refused(plan, SafetyProperty.WITHIN_HOST_MEMORY, "0.2.core_attn:D2H")
-    assert check_plan(build_plan(plan.trace, options)).peak_host_bytes <= limit
-
-
-def test_a_storage_that_something_else_holds_is_not_moved() -> None:
-    plan = change_storage_trace(FOUR_LAYERS, 1, held_outside=True)
-    assert_refused(plan, SafetyProperty.HELD_OUTSIDE, "0.1.core_attn:D2H")
-
-
-# The statements of the plan.
-
-
-@pytest.mark.parametrize("name", ["nbytes", "d2h_step", "free_step", "h2d_step", "use_step"])
-def test_storages_move_when_the_plan_states(name: str) -> None:
-    value = getattr(FOUR_LAYERS.storages[1], name) + 1
-    plan = change_storage(FOUR_LAYERS, 1, **{name: value})
-    assert_refused(plan, SafetyProperty.AS_STATED, "0.1.core_attn:D2H")
-
-
-def test_no_storage_moves_that_the_plan_does_not_state() -> None:
-    plan = dataclasses.replace(FOUR_LAYERS, storages=FOUR_LAYERS.storages[1:])
-    assert_refused(plan, SafetyProperty.AS_STATED, "0.0.core_attn:D2H")
-
-
-def test_no_storage_is_stated_that_does_not_move() -> None:
-    plan = dataclasses.replace(
-        FOUR_LAYERS, storages=(*FOUR_LAYERS.storages, StoragePlan(3, 1000, 7, 8, 9, 10))
-    )
-    assert_refused(plan, SafetyProperty.AS_STATED, "0.3.core_attn:D2H")
-
-
-def test_a_group_moves_the_bytes_that_the_plan_states() -> None:
-    plan = change_group(FOUR_LAYERS, SECOND, moved_nbytes=999)
-    assert_refused(plan, SafetyProperty.AS_STATED, "0.1.core_attn:D2H")
+def test_a_plan_within_the_host_memory_limit_is_safe() -> None:
+    facts = check_plan(build_plan(FOUR_LAYERS.trace, FEW_BYTES))
+    assert facts.peak_host_bytes <= 2 * MIN_BUFFER_BYTES
 
 
 # The edges.
