@@ -99,6 +99,7 @@ def arrange(
     model: IterationModel,
     moving: Collection[GroupKey],
     limit_bytes: float = math.inf,
+    most_ms: float = math.inf,
 ) -> Timing:
     """Schedule these groups, with no stalls except those that the limit causes.
 
@@ -107,8 +108,10 @@ def arrange(
         moving: The groups that move.
         limit_bytes: Upper limit on the device peak, raised to the lowest peak that these groups can
             reach.
+        most_ms: Stall time above which the schedule is of no use. It then ends early: its stall
+            time is above this, its peak infinite.
     """
-    return _Arrangement(model, moving, limit_bytes).run()
+    return _Arrangement(model, moving, limit_bytes).run(most_ms)
 
 
 def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
@@ -255,10 +258,13 @@ class _Arrangement:
         self._next_free = 0
         self._next_back = 0
 
-    def run(self) -> Timing:
+    def run(self, most_ms: float) -> Timing:
         """Decide all steps in order."""
+        clock, beyond_ms = self._walk.clock, most_ms * (1 + 1e-6) + 1e-6
         for step in self._walk.steps:
             self._walk.reach(step)
+            if clock.stall_ms > beyond_ms:
+                return Timing({}, clock.stall_ms, {}, math.inf, np.zeros(0))
             if self._may_free():
                 self._free_copied_out()
                 self._free_for_limit()

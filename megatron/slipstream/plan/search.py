@@ -162,9 +162,10 @@ def _without_costliest_bytes(model: IterationModel, best: Choice) -> Choice:
     limit_bytes = peak_bytes + MAX_SHARE_GIVEN_UP * drop_bytes
     cannot_hide = arrange(model, best.moving).stalled.keys()
     for moving in (best.moving, best.moving - cannot_hide):
-        choice = Choice(moving, arrange(model, moving, limit_bytes))
-        gain_ms = best.stall_ms - choice.stall_ms
-        is_worth_it = gain_ms >= max(min_gain_ms, MIN_SHARE_OF_STALLS * best.stall_ms)
+        least_gain_ms = max(min_gain_ms, MIN_SHARE_OF_STALLS * best.stall_ms)
+        most_ms = best.stall_ms - least_gain_ms
+        choice = Choice(moving, arrange(model, moving, limit_bytes, most_ms))
+        is_worth_it = best.stall_ms - choice.stall_ms >= least_gain_ms
         if is_worth_it and choice.timing.peak_bytes <= limit_bytes:
             best = choice
     return best
@@ -200,7 +201,7 @@ def choose_for_time(
     """
     if model.trace.moving_cost_ms(1, 1):
         movable = _affordable(model, movable, budget_ms)
-    search = _Search(model, movable)
+    search = _Search(model, movable, most_ms=budget_ms)
     lower = search.bounds.lowest_peak_bytes(budget_ms)
     best = search.lowest(lower, budget_ms)
     reached = best.timing.peak_bytes
@@ -226,11 +227,14 @@ class _Search:
         movable: frozenset[GroupKey],
         max_steps: int = MAX_STEPS_OF_CHANGES,
         bounds: LowerBounds | None = None,
+        most_ms: float = math.inf,
     ) -> None:
         self.bounds = bounds or LowerBounds(model, movable)
         self._model = model
         self._movable = movable
         self._max_steps = max_steps
+        self._most_ms = most_ms
+        """Stall time above which a set is of no use."""
         self._is_large = len(movable) > MAX_CHANGED_GROUPS
         self._most_absent = model.most_absent_bytes(movable)
         self._jobs = _by_time_away(model, movable)
@@ -426,7 +430,7 @@ class _Search:
     def _choice(self, moving: frozenset[GroupKey], limit_bytes: float) -> Choice:
         found = moving, limit_bytes
         if found not in self._timings:
-            self._timings[found] = arrange(self._model, moving, limit_bytes)
+            self._timings[found] = arrange(self._model, moving, limit_bytes, self._most_ms)
         return Choice(moving, self._timings[found])
 
 

@@ -77,6 +77,8 @@ class Clock:
         self.now_ms = 0.0
         """When compute finishes the operations issued so far."""
         self.stalls: list[SimulatedStall] = []
+        self.stall_ms = 0.0
+        """Their sum."""
         self.copies = CopyQueues(bandwidth)
         self._storages = trace.storages
 
@@ -107,6 +109,7 @@ class Clock:
         if until_ms > self.now_ms:
             stall = SimulatedStall(operation.cause, self.now_ms, until_ms - self.now_ms)
             self.stalls.append(stall)
+            self.stall_ms += stall.ms
             self.now_ms = until_ms
 
 

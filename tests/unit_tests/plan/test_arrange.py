@@ -66,6 +66,16 @@ def test_a_copy_back_starts_at_the_last_step_from_which_it_surely_arrives() -> N
     assert steps_of(arrange(iteration, all_but_last(iteration)))[0][1] == 9
 
 
+def test_a_schedule_that_stalls_too_long_ends_early() -> None:
+    iteration = layers(8, gb_per_s=0.3)
+    moving, limit_bytes = all_but_last(iteration), 2.0 * MB
+    whole = arrange(iteration, moving, limit_bytes)
+    assert arrange(iteration, moving, limit_bytes, whole.stall_ms).steps == whole.steps
+    ended = arrange(iteration, moving, limit_bytes, whole.stall_ms / 2)
+    assert whole.stall_ms / 2 < ended.stall_ms < whole.stall_ms
+    assert ended.peak_bytes == math.inf
+
+
 @pytest.mark.parametrize("copy_ms, expected_ms", [(0.1, 0.05), (1.0, 0.05), (10.0, 0.5)])
 def test_the_margin_is_part_of_the_copy_and_never_less_than_events_cost(
     copy_ms: float, expected_ms: float

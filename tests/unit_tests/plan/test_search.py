@@ -560,7 +560,8 @@ def test_no_plan_is_faster_than_is_physically_possible(
 # Size.
 
 
-MAX_SECONDS = 4
+MAX_SECONDS = 3
+"""0.3 to 1.5 on one busy core of 2026."""
 
 
 def large(schedule: Schedule, num_layers: int, gb_per_s: float) -> Trace:
