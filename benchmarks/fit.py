@@ -390,8 +390,11 @@ def table(rows: Sequence[Row]) -> str:
             lines.append((_case(row), row["way"], f"{row['tokens']:,}", text, *([""] * 5)))
         elif row["kind"] == "point" and not row["is_search"]:
             gib = [row[name] for name in ("peak_bytes", "reserved_bytes", "moved_bytes")]
+            step_ms, rate = (_text(row[name], 1, digits) for name, digits in RATES.items())
+            if not row.get("is_settled", True):
+                step_ms += ", not settled"  # Times of plans on trial, not of the one that is kept.
             figures = (
-                *(_text(row[name], 1, digits) for name, digits in RATES.items()),
+                *(step_ms, rate),
                 row["num_iterations"] or "",
                 *(_text(nbytes, GIB, 1) for nbytes in gib),
             )

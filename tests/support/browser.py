@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 WIDTH, HEIGHT = 1280, 900
 """Size of a page in pixels, unless a test changes it."""
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 """Maximum time for one answer, the start of the browser included."""
 FLAGS = (
     "--headless",

@@ -104,6 +104,10 @@ def test_points_are_measured_until_one_dies_and_not_again(tmp_path: Path) -> Non
     rows.write_text("".join(f"{json.dumps(row)}\n" for row in written))
     assert set(fit.points_of(read_rows(rows), setup)) == {16, 64}
     assert fit.table(read_rows(rows)).count("| dies |") == 1
+    assert "not settled" not in fit.table(read_rows(rows))
+    assert "ms, not settled |" in fit.table([{**written[0], "is_settled": False}]).replace(
+        f"{good['step_ms']:,.1f}", "ms"
+    )
     worker.close()
 
 
