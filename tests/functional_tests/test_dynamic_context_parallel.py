@@ -16,14 +16,13 @@ from typing import Any, Optional
 import pytest
 from banked_gpt import (
     Banked,
-    LayersBanked,
     compare_bank,
     compare_layer_bank,
     every_order,
     random_sizes,
 )
 from ranks import TIMEOUT_S, run_ranks
-from replayed_gpt import DROP_AND_PAD
+from replayed_gpt import DROP_AND_PAD, LayersReplayed
 from shared_documents import Found, Setting, Sizes, compare_sizes, losses_of_stages
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
 
@@ -266,7 +265,7 @@ def check_layers(
     steps: Sequence[Sequence[int]],
     offload_modules: Sequence[str] = (),
     **changes: Any,
-) -> list[LayersBanked]:
+) -> list[LayersReplayed]:
     case, scope = LAYERS[name]
     case = ModelCase(**{**vars(case), **changes})
     num_sharing = num_ranks // (case.tp * case.pp)

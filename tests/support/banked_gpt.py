@@ -10,22 +10,18 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Optional
 
 import torch
-from captured_layers import with_graphs
-from imitated_layer_graphs import imitated_layer_graphs
-from megatron_models import forget_expert_metrics, wrap
 from replayed_gpt import (
-    LayerGraphs,
-    Poison,
+    LayersReplayed,
+    Training,
     expert_metrics,
-    gradients_and_state,
-    moved_by_graphs,
+    layers_and_eager,
     slots_of,
     start,
     timed_replays,
-    update,
 )
 from shared_documents import (
     Setting,
@@ -34,7 +30,7 @@ from shared_documents import (
     inputs_of,
     micro_batch_of,
 )
-from tiny_gpt import build_chunks, first_difference, make_config, use_gpu
+from tiny_gpt import ModelCase, build_chunks, first_difference, use_gpu
 
 from megatron.slipstream.context_parallel.scheduler import share_of
 from megatron.slipstream.integration import install
@@ -105,11 +101,10 @@ def compare_bank(
         backend: Backend of the engine.
     """
     case = start(setting.case, rank, num_ranks, port)
-    setting = dataclasses.replace(setting, case=case)
-    expected = Training(setting, False, wrapper or {}).run(steps)
+    expected = SizedTraining(setting, case, wrapper=wrapper).run(steps)
     if offload_modules:
         install.install(OffloadConfig(offload_backend=backend))
-    banked = Training(setting, True, wrapper or {}, offload_modules)
+    banked = SizedTraining(setting, case, True, wrapper, offload_modules)
     with timed_replays() as timed:
         actual = banked.run(steps)
     graphs = [(size, one) for bank in banked.graphs for size, one in bank.of_size.items()]
@@ -138,21 +133,6 @@ def compare_bank(
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class LayersBanked:
-    """Result of :func:`compare_layer_bank` on one rank."""
-
-    difference: Optional[str]
-    """The first difference between training with and without the bank; None if equal."""
-    num_poisoned: int
-    moved_bytes: int
-    """Bytes that one replay of the graphs of a size copies out."""
-    graph_bytes: dict[int, int]
-    """Device memory of all graphs after the capture of each size, from the largest (GPU)."""
-    allocated_bytes: tuple[int, ...]
-    """Device memory of tensors after each iteration with graphs (GPU)."""
-
-
 def compare_layer_bank(
     rank: int,
     num_ranks: int,
@@ -162,7 +142,7 @@ def compare_layer_bank(
     steps: Steps,
     offload_modules: Sequence[str] = (),
     backend: str = "auto",
-) -> LayersBanked:
+) -> LayersReplayed:
     """Train without graphs and with graphs of layers for each size; to be run on every rank.
 
     Args:
@@ -176,107 +156,73 @@ def compare_layer_bank(
         backend: Backend of the engine.
     """
     case = start(setting.case, rank, num_ranks, port)
-    setting = dataclasses.replace(setting, case=case)
-    expected = Training(setting, False, {}).run(steps)
-    engine = None
-    if offload_modules:
-        engine = install.install(OffloadConfig(offload_backend=backend))
-    poison, graphed = Poison(), with_graphs(case, scope, 1)
-    with imitated_layer_graphs():
-        layers = LayerGraphs(graphed, poison)
-        graphed_setting = dataclasses.replace(setting, case=graphed)
-        banked = Training(graphed_setting, False, {}, offload_modules, layers)
-        actual = banked.run(steps)
-        found = LayersBanked(
-            difference=first_difference(expected, actual),
-            num_poisoned=poison.num_filled,
-            moved_bytes=moved_by_graphs(engine),
-            graph_bytes=layers.graph_bytes,
-            allocated_bytes=tuple(layers.allocated_bytes),
-        )
-        layers.helper.delete_cuda_graphs()
-    install.uninstall()
-    return found
+    make_training = partial(SizedTraining, setting)
+    return layers_and_eager(make_training, case, scope, steps, offload_modules, backend)
 
 
-class Training:
-    """A model and its training."""
+class SizedTraining(Training):
+    """A training whose micro-batches have sizes.
+
+    Args:
+        setting: A micro-batch of each size, and the limits of ranks.
+        case: The model; None for that of the setting.
+        arguments: Further arguments of :class:`Training`.
+    """
+
+    evaluates_every = 5
 
     def __init__(
-        self,
-        setting: Setting,
-        replays: bool,
-        wrapper: dict[str, Any],
-        offload_modules: Sequence[str] = (),
-        layers: Optional[LayerGraphs] = None,
+        self, setting: Setting, case: Optional[ModelCase] = None, *arguments: Any, **options: Any
     ) -> None:
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        from megatron.slipstream.integration.graphs.chunks import replay_chunks
         from megatron.slipstream.integration.packed.context_parallel_groups import (
             context_parallel_groups,
         )
+
+        self.setting = setting
+        self.groups = context_parallel_groups(setting.limits)
+        super().__init__(case or setting.case, *arguments, **options)
+
+    def build(self) -> list[Any]:
+        """Build chunks that take micro-batches of all sizes."""
+        from megatron.slipstream.integration.graphs.packed_layers import take_packed_sequences
         from megatron.slipstream.integration.packed.dynamic_context_parallel import (
             with_dynamic_context_parallelism,
         )
 
-        forget_expert_metrics()
-        self.setting = setting
-        self.groups = context_parallel_groups(setting.limits)
-        self.config = make_config(setting.case, offload_modules)
         with changed_specs(with_dynamic_context_parallelism):
-            chunks = build_chunks(setting.case, self.config)
-        self.layers = layers
-        if layers is not None:
-            from megatron.slipstream.integration.graphs.packed_layers import (
-                take_packed_sequences,
-            )
+            chunks = build_chunks(self.case, self.config)
+        if self.layers is not None:
+            take_packed_sequences(chunks, self.setting.limits)
+        return chunks
 
-            take_packed_sequences(chunks, setting.limits)
-        self.chunks: list[Any] = wrap(self.config, chunks, **wrapper)
-        torch.manual_seed(11)
+    def seed(self) -> None:
+        """Seed all ranks alike."""
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        super().seed()
         model_parallel_cuda_manual_seed(11, te_rng_tracker=use_gpu(), force_reset_rng=True)
-        if wrapper.get("overlap_grad_reduce"):
-            self.config.no_sync_func = self.chunks[0].no_sync
-        self.poison = Poison()
-        self.graphs: list[Any] = []
-        self.allocated_bytes: list[int] = []
-        if replays:
-            self.graphs = list(replay_chunks(self.chunks, 1, limits=setting.limits))
-            for chunk, bank in zip(self.chunks, self.graphs, strict=True):
-                self.poison.fill_before_forward(chunk, bank)
+
+    def replay(self) -> Sequence[Any]:
+        """Replay the chunks with a bank of graphs."""
+        from megatron.slipstream.integration.graphs.chunks import replay_chunks
+
+        return replay_chunks(self.chunks, 1, limits=self.setting.limits)
 
     def run(self, steps: Steps) -> list[list[torch.Tensor]]:
         """Run iterations. Returns the losses, gradients and state of each."""
         with _imports_frozen():
-            return [self._iterate(step, sizes) for step, sizes in enumerate(steps)]
+            results = super().run(steps)
+        assert all(tensor.isfinite().all() for result in results for tensor in result)
+        return results
 
-    def _iterate(self, step: int, sizes: Sequence[int]) -> list[torch.Tensor]:
-        if self.layers is not None and step == 1:
-            self.layers.capture(self.config, self.chunks, len(sizes))
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        forget_rotary_tables(self.chunks)
-        result = self._pass(sizes)
-        for chunk in self.chunks:
-            chunk.finish_grad_sync()
-        result += gradients_and_state(self.chunks)
-        update(self.chunks)
-        if step % 5 == 1:
-            with torch.no_grad():
-                result += self._pass(sizes, forward_only=True)
-        assert all(tensor.isfinite().all() for tensor in result)
-        kept = [tensor.cpu() for tensor in result]
-        if use_gpu() and self.graphs and step:
-            del result
-            self.allocated_bytes.append(torch.cuda.memory_allocated())
-        if self.layers is not None:
-            result = []
-            self.layers.end_iteration()
-        return kept
-
-    def _pass(self, sizes: Sequence[int], forward_only: bool = False) -> list[torch.Tensor]:
+    def passes(
+        self, step: int, sizes: Sequence[int], forward_only: bool = False
+    ) -> list[torch.Tensor]:
+        """The losses of an iteration with micro-batches of these sizes."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        if not forward_only:
+            forget_rotary_tables(self.chunks)
 
         setting, texts = self.setting, self.setting.texts
 
@@ -294,7 +240,7 @@ class Training:
             return output, loss
 
         micro_batches = [setting.micro_batches[size] for size in sizes]
-        is_interleaved = setting.case.vpp is not None
+        is_interleaved = self.case.vpp is not None
         results = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(micro_batches) for _ in self.chunks]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional
 from unittest.mock import patch
 
@@ -88,14 +88,15 @@ def compare(
         host_limit_bytes: Limit of pinned host memory of this rank.
     """
     case = start(case, rank, world_size, port)
-    expected, _ = _train(case, counts, False, wrapper or {})
-    poison = Poison()
+    expected = Training(case, wrapper=wrapper).run(counts)
     if offload_modules:
         install.install(
             OffloadConfig(offload_backend=backend, offload_host_memory_limit_bytes=host_limit_bytes)
         )
+    training = Training(case, True, wrapper, offload_modules)
     with timed_replays() as timed:
-        actual, graphs = _train(case, counts, True, wrapper or {}, poison, offload_modules)
+        actual = training.run(counts)
+    graphs = training.graphs
     slots = [slot for graph in graphs for slot in slots_of(graph)]
     host_bytes = [slot.hooks.host_bytes for slot in slots if offload_modules]
     engine = install.installed()
@@ -108,7 +109,7 @@ def compare(
         num_replays=tuple(graph.num_replays for graph in graphs),
         figures=tuple(one.render() for graph in graphs for one in graph.figures.values()),
         num_experts_metrics=len(expert_metrics()),
-        num_poisoned=poison.num_filled,
+        num_poisoned=training.poison.num_filled,
         moved_bytes=tuple(
             one.chunk.offloading.moved_bytes
             for graph in graphs
@@ -137,6 +138,8 @@ class LayersReplayed:
     """Bytes that graphs copied out in the last iteration, as the report has it."""
     num_poisoned: int
     """Number of times that graphs' memory was filled."""
+    graph_bytes: dict[int, int]
+    """Device memory of all graphs after the capture of each size, from the largest (GPU)."""
     allocated_bytes: tuple[int, ...]
     """Device memory of tensors after each iteration with graphs (GPU)."""
 
@@ -164,26 +167,35 @@ def compare_layers(
         backend: Backend of the engine.
     """
     case = start(case, rank, world_size, port)
-    expected, _ = _train(case, counts, False, {})
+    return layers_and_eager(Training, case, scope, counts, offload_modules, backend)
+
+
+def layers_and_eager(
+    make_training: Callable[..., Training],
+    case: ModelCase,
+    scope: Sequence[str],
+    steps: Sequence[Any],
+    offload_modules: Sequence[str],
+    backend: str,
+) -> LayersReplayed:
+    """Compare trainings without and with graphs of layers; see :func:`compare_layers`."""
+    expected = make_training(case).run(steps)
     engine = None
     if offload_modules:
         engine = install.install(OffloadConfig(offload_backend=backend))
-    poison = Poison()
-    graphed = with_graphs(case, scope, 1)
+    poison, graphed = Poison(), with_graphs(case, scope, 1)
     with imitated_layer_graphs():
         layers = LayerGraphs(graphed, poison)
-        actual, _ = _train(graphed, counts, False, {}, None, offload_modules, layers)
+        actual = make_training(graphed, offload_modules=offload_modules, layers=layers).run(steps)
+        reported = () if engine is None else engine.report.graphs.values()
         found = LayersReplayed(
             difference=first_difference(expected, actual),
             num_sets=sum(len(packed.sets) for packed in layers.packed),
             num_host_pools=0 if engine is None else len(engine.graphs.pools),
             moved_bytes=moved_by_graphs(engine),
-            reported_bytes=(
-                0
-                if engine is None
-                else sum(item.d2h_bytes for item in engine.report.graphs.values())
-            ),
+            reported_bytes=sum(item.d2h_bytes for item in reported),
             num_poisoned=poison.num_filled,
+            graph_bytes=layers.graph_bytes,
             allocated_bytes=tuple(layers.allocated_bytes),
         )
         layers.helper.delete_cuda_graphs()
@@ -215,14 +227,17 @@ def compare_two_models(
     """
     start(cases[0][0], rank, world_size, port)
     models = [dataclasses.replace(case, te_rng_tracker=True) for case, _, _ in cases]
-    nothing: list[Any] = [() for _ in models]
-    expected = _train_in_turn(models, counts, nothing, [None] * len(models))
+    expected = _train_in_turn([Training(case) for case in models], counts)
     manager = install.install(OffloadConfig(offload_backend=backend))
     pairs = zip(models, cases, strict=True)
     graphed = [with_graphs(case, scope, 1) for case, (_, scope, _) in pairs]
     layers = [LayerGraphs(case, Poison()) for case in graphed]
     with imitated_layer_graphs():
-        actual = _train_in_turn(graphed, counts, [modules for _, _, modules in cases], layers)
+        trainings = [
+            Training(case, offload_modules=modules, layers=graphs)
+            for case, (_, _, modules), graphs in zip(graphed, cases, layers, strict=True)
+        ]
+        actual = _train_in_turn(trainings, counts)
         engines = manager.router.managers
         assert len(engines) == len(models)
         counters = [engine.graphs.modules for engine in engines]
@@ -235,41 +250,14 @@ def compare_two_models(
 
 
 def _train_in_turn(
-    cases: Sequence[ModelCase],
-    counts: Sequence[int],
-    offload_modules: Sequence[Sequence[str]],
-    layers: Sequence[Optional[LayerGraphs]],
+    trainings: Sequence[Training], counts: Sequence[int]
 ) -> list[list[list[torch.Tensor]]]:
     """The results of each model's iterations; graphs are captured after the first ones."""
-    forget_expert_metrics()
-    models: list[tuple[Any, list[Any]]] = []
-    for case, modules in zip(cases, offload_modules, strict=True):
-        config = make_config(case, modules)
-        models.append((config, wrap(config, build_chunks(case, config))))
-    torch.manual_seed(11)
-    results: list[list[list[torch.Tensor]]] = [[] for _ in cases]
+    results: list[list[list[torch.Tensor]]] = [[] for _ in trainings]
     for step, count in enumerate(counts):
-        for index, (case, (config, chunks)) in enumerate(zip(cases, models, strict=True)):
-            graphs = layers[index]
-            if graphs is not None and step == 1:
-                graphs.capture(config, chunks, count)
-            result = _iterate(case, config, chunks, step, count)
-            results[index].append([tensor.to("cpu", copy=True) for tensor in result])
+        for training, result in zip(trainings, results, strict=True):
+            result.append(training.iterate(step, count))
     return results
-
-
-def _iterate(
-    case: ModelCase, config: Any, chunks: Sequence[Any], step: int, count: int
-) -> list[torch.Tensor]:
-    """The losses, gradients and state of an iteration, after which weights change."""
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    result = run_step(case, config, chunks, step, count)
-    for chunk in chunks:
-        chunk.finish_grad_sync()
-    result += gradients_and_state(chunks)
-    update(chunks)
-    return result
 
 
 def start(case: ModelCase, rank: int, world_size: int, port: int) -> ModelCase:
@@ -341,7 +329,9 @@ def train_and_leave(
     from megatron.slipstream.integration.graphs.chunks import close_graphs
 
     case = start(case, rank, world_size, port)
-    _, graphs = _train(case, counts, True, {})
+    training = Training(case, True)
+    training.run(counts)
+    graphs = training.graphs
     num_replays = tuple(graph.num_replays for graph in graphs)
     close_graphs()
     assert not any(graph.is_captured for graph in graphs)
@@ -448,48 +438,93 @@ def get_block(chunk: Any) -> Any:
     return get_attr_wrapped_model(chunk, "decoder")
 
 
-def _train(
-    case: ModelCase,
-    counts: Sequence[int],
-    replays: bool,
-    wrapper: dict[str, Any],
-    poison: Optional[Poison] = None,
-    offload_modules: Sequence[str] = (),
-    layers: Optional[LayerGraphs] = None,
-) -> tuple[list[list[torch.Tensor]], list[Any]]:
-    from megatron.slipstream.integration.graphs.chunks import replay_chunks
+class Training:
+    """A model and its training, with graphs of chunks, of layers, or none.
 
-    forget_expert_metrics()
-    config = make_config(case, offload_modules)
-    models = build_chunks(case, config)
-    if config.fp8:
-        for model in models:
-            train_in_fp8(get_block(model))
-    chunks: list[Any] = wrap(config, models, **wrapper)
-    torch.manual_seed(11)  # as build_chunks does with the tracker, which modules keep
-    if wrapper.get("overlap_grad_reduce"):
-        config.no_sync_func = [chunk.no_sync for chunk in chunks]
-        config.grad_sync_func = None
-        if len(chunks) == 1:
-            config.no_sync_func = config.no_sync_func[0]
-    backend = MarksBakedIn(chunks) if config.fp8 and not use_gpu() else None
-    graphs: Any = replay_chunks(chunks, 1, backend) if replays else []
-    for chunk, graph in zip(chunks, graphs, strict=False):
-        if poison is not None:
-            poison.fill_before_forward(chunk, graph)
-    results = []
-    for step, count in enumerate(counts):
-        if layers is not None and step == 1:
-            layers.capture(config, chunks, count)
-        result = _iterate(case, config, chunks, step, count)
-        if step % 2:
+    Args:
+        case: The model.
+        replays: Whether its chunks are replayed.
+        wrapper: Options of ``DistributedDataParallelConfig``.
+        offload_modules: Modules that move.
+        layers: Graphs of its layers, captured after the first iteration.
+    """
+
+    evaluates_every = 2
+    """The number of iterations between evaluations."""
+
+    def __init__(
+        self,
+        case: ModelCase,
+        replays: bool = False,
+        wrapper: Optional[dict[str, Any]] = None,
+        offload_modules: Sequence[str] = (),
+        layers: Optional[LayerGraphs] = None,
+    ) -> None:
+        forget_expert_metrics()
+        self.case, self.layers = case, layers
+        self.config = make_config(case, offload_modules)
+        self.chunks: list[Any] = wrap(self.config, self.build(), **wrapper or {})
+        self.seed()
+        if (wrapper or {}).get("overlap_grad_reduce"):
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+            self.config.grad_sync_func = None
+        self.poison = Poison()
+        self.allocated_bytes: list[int] = []
+        """Device memory of tensors after each iteration with graphs (GPU)."""
+        self.graphs: list[Any] = list(self.replay()) if replays else []
+        for chunk, graphs in zip(self.chunks, self.graphs, strict=False):
+            self.poison.fill_before_forward(chunk, graphs)
+
+    def build(self) -> list[Any]:
+        """Build the model chunks."""
+        chunks = build_chunks(self.case, self.config)
+        for chunk in chunks if self.config.fp8 else ():
+            train_in_fp8(get_block(chunk))
+        return chunks
+
+    def seed(self) -> None:
+        """Seed as build_chunks does with the tracker, which modules keep."""
+        torch.manual_seed(11)
+
+    def replay(self) -> Sequence[Any]:
+        """Replay the chunks from the second iteration."""
+        from megatron.slipstream.integration.graphs.chunks import replay_chunks
+
+        backend = MarksBakedIn(self.chunks) if self.config.fp8 and not use_gpu() else None
+        return replay_chunks(self.chunks, 1, backend)
+
+    def passes(self, step: int, item: Any, forward_only: bool = False) -> list[torch.Tensor]:
+        """The losses of an iteration, whose number of micro-batches is ``item``."""
+        step += 1000 * forward_only
+        return run_step(self.case, self.config, self.chunks, step, item, forward_only=forward_only)
+
+    def run(self, steps: Sequence[Any]) -> list[list[torch.Tensor]]:
+        """Run iterations. Returns the losses, gradients and state of each."""
+        return [self.iterate(step, item) for step, item in enumerate(steps)]
+
+    def iterate(self, step: int, item: Any) -> list[torch.Tensor]:
+        """Run an iteration, after which weights change, and maybe an evaluation."""
+        if self.layers is not None and step == 1:
+            count = item if isinstance(item, int) else len(item)
+            self.layers.capture(self.config, self.chunks, count)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        result = self.passes(step, item)
+        for chunk in self.chunks:
+            chunk.finish_grad_sync()
+        result += gradients_and_state(self.chunks)
+        update(self.chunks)
+        if step % self.evaluates_every == 1:
             with torch.no_grad():
-                result += run_step(case, config, chunks, step + 1000, count, forward_only=True)
-        results.append([tensor.to("cpu", copy=True) for tensor in result])
+                result += self.passes(step, item, forward_only=True)
+        kept = [tensor.to("cpu", copy=True) for tensor in result]
         del result
-        if layers is not None:
-            layers.end_iteration()
-    return results, graphs
+        if use_gpu() and self.graphs and step:
+            self.allocated_bytes.append(torch.cuda.memory_allocated())
+        if self.layers is not None:
+            self.layers.end_iteration()
+        return kept
 
 
 def gradients_and_state(chunks: Sequence[Any]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from banked_gpt import Banked, Training, compare_bank, every_order, random_sizes
+from banked_gpt import Banked, SizedTraining, compare_bank, every_order, random_sizes
 from ranks import run_ranks
 from replayed_gpt import DROP_AND_PAD
 from shared_documents import Setting, inputs_of, micro_batch_of
@@ -164,7 +164,7 @@ def _after_eviction(rank: int, num_ranks: int, port: int) -> int:
 
     setting = on_two(ModelCase("mla", **SMALL, overrides=PER_TOKEN))
     initialize(setting.case, rank, num_ranks, port)
-    training = Training(setting, True, {})
+    training = SizedTraining(setting, replays=True)
     (bank,) = training.graphs
     training.run([(1,)])
     training.chunks[0].zero_grad_buffer()
@@ -185,7 +185,7 @@ def _refusals(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     """Errors for micro-batches that no graph can run, and whether the rank continues."""
     setting = on_two(ModelCase(**SMALL, overrides=PER_TOKEN))
     initialize(setting.case, rank, num_ranks, port)
-    training = Training(setting, True, {})
+    training = SizedTraining(setting, replays=True)
     training.run(every_order((1, 2), 2))
     (bank,) = training.graphs
     model, groups = training.chunks[0], training.groups
@@ -242,7 +242,7 @@ def _abort(rank: int, num_ranks: int, port: int, failing_rank: int) -> dict[str,
 
     setting = on_two(ModelCase(tp=2, **SMALL, overrides=PER_TOKEN))
     initialize(setting.case, rank, num_ranks, port)
-    training = Training(setting, True, {})
+    training = SizedTraining(setting, replays=True)
     (bank,) = training.graphs
     training.run([(1,)])
     tried: list[str] = []
@@ -290,7 +290,7 @@ def _disagreement(rank: int, num_ranks: int, port: int) -> tuple[str, int]:
 
     setting = on_two(ModelCase(**SMALL, overrides=PER_TOKEN))
     initialize(setting.case, rank, num_ranks, port)
-    training = Training(setting, True, {})
+    training = SizedTraining(setting, replays=True)
     training.run(every_order((1, 2), 2))
     (bank,) = training.graphs
     num_replays = bank.num_replays
