@@ -79,8 +79,8 @@ def prepare_arguments(args: Any) -> None:
     if not torch.cuda.is_available():
         if rank() == 0:
             logger.warning(
-                "cuda_graph_granularity=chunk: without a GPU graphs are imitated, and a replay "
-                "runs the chunk once more; that tries the options out and makes nothing faster"
+                "cuda_graph_granularity=chunk: without a GPU, replays run the chunk eagerly; this "
+                "checks the options and is not faster"
             )
     elif not args.te_rng_tracker:
         logger.info("cuda_graph_granularity=chunk: setting te_rng_tracker=True, as graphs need it")
@@ -147,20 +147,23 @@ def replay_chunks(
     replayed: list[ChunkGraphs] = []
     slots = chunk_slots(config)
     for index, (wrapper, num_slots) in enumerate(zip(chunks, slots, strict=True)):
-        forward = get_attr_wrapped_model(wrapper, "decoder").forward
-        make = partial(_chunk, wrapper, forward, sum(slots))
-        name = f"model chunk {index}"
-        sizes: Optional[DynamicSizes] = None
-        if limits is None:
-            of_size = {ONE_SIZE: make(name)}
-        else:
-            of_size = {size: make(f"{name}, context-parallel size {size}") for size in limits.sizes}
-            model = get_attr_wrapped_model(wrapper, "decoder", return_model_obj=True)
-            sizes = DynamicSizes(model, limits, context_parallel_groups(limits))
+        make_chunk = partial(_chunk, wrapper, sum(slots))
+        of_size, sizes = _of_sizes(wrapper, f"model chunk {index}", make_chunk, limits)
         graphs = ChunkGraphs(of_size, num_slots, num_warmup_iterations, backend, sizes)
         _replace_methods(wrapper, graphs)
         replayed.append(graphs)
     return replayed
+
+
+def _of_sizes(
+    wrapper: Any, name: str, make: Callable[[str], Chunk], limits: Optional[RankLimits]
+) -> tuple[dict[int, Chunk], Optional[DynamicSizes]]:
+    """Return the chunk for each context-parallel size, and the sizes if there are several."""
+    if limits is None:
+        return {ONE_SIZE: make(name)}, None
+    of_size = {size: make(f"{name}, context-parallel size {size}") for size in limits.sizes}
+    model = get_attr_wrapped_model(wrapper, "decoder", return_model_obj=True)
+    return of_size, DynamicSizes(model, limits, context_parallel_groups(limits))
 
 
 def graphs_of(block: torch.nn.Module) -> Optional[ChunkGraphs]:
@@ -227,7 +230,7 @@ def _check_not_replayed(blocks: Sequence[torch.nn.Module]) -> None:
         )
 
 
-def _chunk(wrapper: Any, forward: Callable[..., torch.Tensor], num_slots: int, name: str) -> Chunk:
+def _chunk(wrapper: Any, num_slots: int, name: str) -> Chunk:
     block = get_attr_wrapped_model(wrapper, "decoder")
     parallel = _DataParallel(wrapper, block)
     checks_capacity = bool(_capacities(block))
@@ -240,7 +243,7 @@ def _chunk(wrapper: Any, forward: Callable[..., torch.Tensor], num_slots: int, n
     return Chunk(
         name=name,
         module=block,
-        run=partial(_run, block, forward),
+        run=partial(_run, block, block.forward),
         before_replay=parallel.wait_for_parameters,
         after_replay=after_replay,
         save_state=partial(_save_state, block),
