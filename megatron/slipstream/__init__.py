@@ -16,8 +16,8 @@ from megatron.slipstream.notices import silence_if_asked
 # For type checkers and editors, which do not run __getattr__. They take only names with `as` for
 # public ones.
 if TYPE_CHECKING:
+    from megatron.slipstream.attached.handle import attach as attach
     from megatron.slipstream.context_parallel.limits import RankLimits as RankLimits
-    from megatron.slipstream.integration.attach.handle import attach as attach
     from megatron.slipstream.integration.experts.moe import (
         with_sync_free_dispatch as with_sync_free_dispatch,
     )
@@ -88,7 +88,7 @@ _HOMES = {
     "close_graphs": "integration.graphs.chunks",
     "RankLimits": "context_parallel.limits",
     "context_parallel_groups": "integration.packed.context_parallel_groups",
-    "attach": "integration.attach.handle",
+    "attach": "attached.handle",
     "OffloadOptions": "options.fields",
     "ModelFacts": "integration.frameworks.options",
     "to_transformer_overrides": "integration.frameworks.options",

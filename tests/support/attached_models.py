@@ -10,8 +10,8 @@ from typing import Any, Optional
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron.slipstream.attached.handle import Attached, attach
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
-from megatron.slipstream.integration.attach.handle import Attached, attach
 from megatron.slipstream.options.fields import OffloadConfig
 
 WIDTH = 32

@@ -93,7 +93,7 @@ def _reset_messages_shown_once() -> None:
     from megatron.slipstream.fine_grained_activation_offload import warning_log
 
     warning_log._LOG.counts.clear()
-    forward = sys.modules.get("megatron.slipstream.integration.attach.forward")
+    forward = sys.modules.get("megatron.slipstream.attached.forward")
     if forward is not None:
         forward._has_warned_of_one_graph = False  # type: ignore[attr-defined]
 

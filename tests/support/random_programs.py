@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from random_models import BATCH, LENGTH, WIDTH, Fault, RandomModel, draw_patterns, loss_of
 
-from megatron.slipstream.integration.attach.handle import Attached, attach
+from megatron.slipstream.attached.handle import Attached, attach
 from megatron.slipstream.options.fields import OffloadConfig
 
 

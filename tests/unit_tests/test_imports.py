@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,9 +40,19 @@ ROOMS = (
     "tiles",
     "graphs",
     "patches",
+    "attached",
     "integration",
 )
 """Left to right: a room may import itself, the rooms to its left, and what is in `SHARED`."""
+
+WITHIN_INTEGRATION = (
+    *("cpu", "record", "seam", "packed", "experts", "graphs", "layers", "budget"),
+    *("install", "entry", "frameworks"),
+)
+"""The rooms of ``integration/``, in the same order."""
+
+STILL_AGAINST_IT = frozenset({("entry", "frameworks")})
+"""Pairs of rooms of ``integration/`` whose imports against the order are being removed."""
 
 SHARED = frozenset({"launcher", "__version__"})
 """Top-level modules that every file may import."""
@@ -110,7 +120,7 @@ def import_violations(root: Path) -> list[str]:
         room = parts[0]
         module = ".".join([PACKAGE, *(part for part in parts if part != "__init__")])
         for line, name in imported_names(path, module):
-            reason = why_not(room, name)
+            reason = why_not(room, name) or why_not_within(parts, name)
             if reason:
                 found.append(f"{path.relative_to(root)}:{line} imports {name}: {reason}")
     return found
@@ -135,6 +145,20 @@ def why_not(room: str, name: str) -> str:
             return "only patches and integration may import megatron-core or megatron.training"
     elif room in PURE and within(name, "torch.cuda"):
         return f"{room} is pure: it never touches a device"
+    return ""
+
+
+def why_not_within(parts: Sequence[str], name: str) -> str:
+    """The reason why a file of ``integration/`` may not import another; empty if it may."""
+    target = name.removeprefix(f"{PACKAGE}.").split(".")
+    if parts[0] != "integration" or target[0] != "integration" or len(target) == 1:
+        return ""
+    room, other = parts[1], target[1]
+    order = WITHIN_INTEGRATION
+    if room not in order or other not in order:
+        return "" if room == "__init__" else "only rooms in that order are in integration/"
+    if order.index(other) > order.index(room) and (room, other) not in STILL_AGAINST_IT:
+        return f"integration/{other} lies to the right of integration/{room}"
     return ""
 
 
@@ -194,6 +218,11 @@ def test_rooms_import_one_way() -> None:
         ("packed_sequences/x.py", "from ..options import packing"),
         ("estimate/x.py", "from ..options import preflight"),
         ("estimate/x.py", "from ..options.host_memory import read_lines"),
+        ("attached/x.py", "from megatron.core import parallel_state"),
+        ("attached/x.py", "from ..integration.seam import compat"),
+        ("integration/seam/x.py", "from ..budget import rescue"),
+        ("integration/cpu/x.py", "from megatron.slipstream.integration.seam import compat"),
+        ("integration/budget/x.py", "from .. import install"),
         ("cli.py", "import megatron.training"),
         ("__init__.py", "from megatron.core import mpu"),
     ],
@@ -215,7 +244,7 @@ def test_an_import_against_the_way_is_found(tmp_path: Path, file: str, line: str
         ("plan/x.py", "from . import trace\nfrom ..launcher import rank\nimport torch"),
         ("fine_grained_activation_offload/x.py", "import torch.cuda\nfrom ..plan import trace"),
         ("graphs/x.py", "from ..fine_grained_activation_offload import engine"),
-        ("integration/x.py", "import megatron.core\nfrom ..graphs import slots"),
+        ("integration/seam/x.py", "import megatron.core\nfrom ...graphs import slots"),
         (
             "patches/x.py",
             "import megatron.core\nfrom ..plan import trace\nfrom ..options import preflight",
@@ -223,7 +252,8 @@ def test_an_import_against_the_way_is_found(tmp_path: Path, file: str, line: str
         ("graphs/x.py", "from ..packed_sequences import batch"),
         ("context_parallel/x.py", "from ..packed_sequences import packing"),
         ("graphs/x.py", "from ..context_parallel import limits"),
-        ("integration/x.py", "from ..options import preflight"),
+        ("integration/entry/x.py", "from ...options import preflight\nfrom .. import install"),
+        ("attached/x.py", "from ..patches import table"),
         ("estimate/x.py", "from ..options.rules import Rule"),
         ("cli.py", "from megatron.slipstream.integration import install"),
     ],

@@ -7,7 +7,7 @@ Correctness does not depend on the plan. A plan says when copies start and memor
 departs from its plan is therefore slower, never wrong.
 
 The engine is framework-agnostic. megatron-core's layers call ``integration.seam.manager``, and
-hooks on any other model call ``integration.attach.engine``.
+hooks on any other model call ``attached.engine``.
 """
 
 from __future__ import annotations

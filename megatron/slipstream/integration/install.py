@@ -31,9 +31,9 @@ from megatron.slipstream.fine_grained_activation_offload.engine_setup import (
 )
 from megatron.slipstream.fine_grained_activation_offload.region import RegionFlag
 from megatron.slipstream.fine_grained_activation_offload.report import Report
+from megatron.slipstream.fine_grained_activation_offload.run_metadata import environment, settings
 from megatron.slipstream.integration.layers.tiled_model import fill_tiles, tiles_of
 from megatron.slipstream.integration.record.run_files import RunFiles
-from megatron.slipstream.integration.record.run_metadata import environment, settings
 from megatron.slipstream.integration.seam import compat, model_router, module_groups
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.launcher import rank

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.slipstream.attached.handle import Attached, attach
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.attach.handle import Attached, attach
 from megatron.slipstream.options import config_file
 from megatron.slipstream.options.fields import OffloadConfig
 

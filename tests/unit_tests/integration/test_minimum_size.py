@@ -14,7 +14,7 @@ from attached_models import equal, gradients
 from hand_driven import LAZY_NATIVE, HandDriven
 from tiny_gpt import ModelCase, compare_on_ranks
 
-from megatron.slipstream.integration.attach.handle import Attached, attach
+from megatron.slipstream.attached.handle import Attached, attach
 from megatron.slipstream.options.fields import OffloadConfig
 
 Tensor = torch.Tensor

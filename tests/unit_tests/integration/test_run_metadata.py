@@ -17,14 +17,14 @@ import pytest
 from reported_runs import make_run
 
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import install
-from megatron.slipstream.integration.record.monitor import Monitor
-from megatron.slipstream.integration.record.run_files import RunFiles
-from megatron.slipstream.integration.record.run_metadata import (
+from megatron.slipstream.fine_grained_activation_offload.run_metadata import (
     MODEL_SETTINGS,
     environment,
     settings,
 )
+from megatron.slipstream.integration import install
+from megatron.slipstream.integration.record.monitor import Monitor
+from megatron.slipstream.integration.record.run_files import RunFiles
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.report_page.page import render_page
 

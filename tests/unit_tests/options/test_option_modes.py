@@ -20,8 +20,8 @@ import torch
 from ranks import run_ranks
 from training_runs import prepare_training
 
+from megatron.slipstream.attached.handle import attach
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.attach.handle import attach
 from megatron.slipstream.integration.entry import checks, dry_run
 from megatron.slipstream.options.fields import OffloadConfig, OffloadOptions
 from megatron.slipstream.options.rules import Finding, check_rules
@@ -68,7 +68,7 @@ TESTED_BY = {
     "test_commits_are_delayed_while_a_graph_is_launched_and_keep_their_order",
     "offload_engine": "integration/test_seam_contract.py::"
     "test_the_built_in_engine_needs_no_install",
-    "offload_backend": "integration/test_attach.py::test_loss_and_gradients_are_those_without",
+    "offload_backend": "attached/test_attach.py::test_loss_and_gradients_are_those_without",
     "offload_release_lag": "plan/test_build.py::"
     "test_memory_is_let_go_release_lag_commits_after_its_own",
     "offload_prefetch_depth": "plan/test_build.py::"

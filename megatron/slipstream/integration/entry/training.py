@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Optional
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.run_metadata import settings
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.integration.entry.arguments import print_help
 from megatron.slipstream.integration.entry.log_setup import log_to_stderr
@@ -29,7 +30,6 @@ from megatron.slipstream.integration.entry.megatron_output import MegatronOutput
 from megatron.slipstream.integration.entry.validation import parse_and_validate, refused_by_megatron
 from megatron.slipstream.integration.record.monitor import Monitor
 from megatron.slipstream.integration.record.run_files import RunFiles
-from megatron.slipstream.integration.record.run_metadata import settings
 from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.launcher import (
     INTERRUPTED,

@@ -36,10 +36,10 @@ from typing import Any, Optional
 import torch
 from torch.autograd.graph import Node
 
-from megatron.slipstream.integration.attach.engine import AttachedEngine, is_transformed
-from megatron.slipstream.integration.attach.inputs import CheckpointInputs
-from megatron.slipstream.integration.attach.names import Match
-from megatron.slipstream.integration.attach.other_hooks import (
+from megatron.slipstream.attached.engine import AttachedEngine, is_transformed
+from megatron.slipstream.attached.inputs import CheckpointInputs
+from megatron.slipstream.attached.names import Match
+from megatron.slipstream.attached.other_hooks import (
     name_of_others,
     name_of_takers,
     next_node_number,

@@ -12,8 +12,8 @@ import torch
 from attached_models import Attention, Decoder, Layer, attach_to, make_attached, micro_batch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from megatron.slipstream.integration.attach.handle import ATTACH_RULES, attach
-from megatron.slipstream.integration.attach.names import find_modules
+from megatron.slipstream.attached.handle import ATTACH_RULES, attach
+from megatron.slipstream.attached.names import find_modules
 from megatron.slipstream.options.fields import OffloadConfig
 
 

@@ -17,6 +17,9 @@ from typing import Optional, Union
 
 import torch
 
+from megatron.slipstream.attached.engine import AttachedEngine
+from megatron.slipstream.attached.forward import ForwardHooks
+from megatron.slipstream.attached.names import Match, Pattern, find_modules
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.engine_setup import (
     host_limit,
@@ -24,10 +27,7 @@ from megatron.slipstream.fine_grained_activation_offload.engine_setup import (
     policy_options,
 )
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration.attach.engine import AttachedEngine
-from megatron.slipstream.integration.attach.forward import ForwardHooks
-from megatron.slipstream.integration.attach.names import Match, Pattern, find_modules
-from megatron.slipstream.integration.record.run_metadata import environment, settings
+from megatron.slipstream.fine_grained_activation_offload.run_metadata import environment, settings
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.options.config_file import config_from_environment, log_settings
 from megatron.slipstream.options.engine import ATTACH_RULES

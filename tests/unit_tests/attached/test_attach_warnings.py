@@ -23,8 +23,8 @@ from attached_models import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from megatron.slipstream.integration.attach.engine import MAX_LOST_PASSES
-from megatron.slipstream.integration.attach.handle import attach
+from megatron.slipstream.attached.engine import MAX_LOST_PASSES
+from megatron.slipstream.attached.handle import attach
 from megatron.slipstream.options.fields import OffloadConfig
 
 

@@ -14,7 +14,7 @@ from attached_models import WIDTH, Chain, Layer, equal, gradients, make, numbers
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megatron.slipstream.integration.attach.handle import attach
+from megatron.slipstream.attached.handle import attach
 from megatron.slipstream.options.fields import OffloadConfig
 
 SMALL = "min_offloaded_tensor_size"

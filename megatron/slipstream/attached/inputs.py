@@ -20,13 +20,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
-from megatron.slipstream.fine_grained_activation_offload.memory_of import is_dense
-from megatron.slipstream.integration.attach.engine import (
+from megatron.slipstream.attached.engine import (
     AttachedEngine,
     BackwardHook,
     VersionCheckedTensor,
 )
+from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.fine_grained_activation_offload.memory_of import is_dense
 
 
 class _Saved:

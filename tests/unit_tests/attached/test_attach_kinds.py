@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensor_kinds import KINDS, SIZE, STAYING, tensor_of_kind
 
-from megatron.slipstream.integration.attach.handle import Attached, attach
+from megatron.slipstream.attached.handle import Attached, attach
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.staying import Staying
 
