@@ -24,7 +24,6 @@ from megatron.slipstream.fine_grained_activation_offload.cuda_backend import Cud
 from megatron.slipstream.fine_grained_activation_offload.engine_setup import (
     host_limit,
     open_backend,
-    policy_options,
 )
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.fine_grained_activation_offload.run_metadata import environment, settings
@@ -111,7 +110,7 @@ def attach(
     backend = open_backend(config)
     engine = AttachedEngine(
         backend,
-        policy_options(config),
+        config.policy_options(),
         rank(),
         config.offload_verify,
         config.offload_native == "auto",

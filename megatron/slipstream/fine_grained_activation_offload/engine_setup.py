@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Creates an engine's backend and plan options from an :class:`OffloadConfig`."""
+"""An engine's backend, from an ``OffloadConfig``, and this process's limit on host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from megatron.slipstream.fine_grained_activation_offload.host_limit import Share
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.options import host_memory
 from megatron.slipstream.options.fields import OffloadConfig
-from megatron.slipstream.plan.candidates import PolicyOptions
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +29,3 @@ def open_backend(config: OffloadConfig) -> Backend:
             "leave it out"
         )
     return backend
-
-
-def policy_options(config: OffloadConfig) -> PolicyOptions:
-    """Return the plan options; :data:`host_limit` sets that of host memory."""
-    target_gib = config.offload_target_memory_gib
-    return PolicyOptions(
-        release_lag=config.offload_release_lag,
-        prefetch_depth=config.offload_prefetch_depth,
-        target_memory_bytes=None if target_gib is None else int(target_gib * 2**30),
-        target_option=(
-            PolicyOptions.target_option
-            if config.activation_memory_budget is None
-            else "activation_memory_budget"
-        ),
-        max_overhead_percent=config.max_overhead_percent,
-    )

@@ -27,7 +27,6 @@ from megatron.slipstream.fine_grained_activation_offload.cuda_backend import Cud
 from megatron.slipstream.fine_grained_activation_offload.engine_setup import (
     host_limit,
     open_backend,
-    policy_options,
 )
 from megatron.slipstream.fine_grained_activation_offload.region import RegionFlag
 from megatron.slipstream.fine_grained_activation_offload.report import Report
@@ -104,7 +103,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         features += [Feature.ENGINE_ON_GPU, Feature.PEAK_MEMORY]
     if config.moves_checkpoint_inputs:
         features.append(Feature.CHECKPOINT_INPUTS)
-    options = policy_options(config)
+    options = config.policy_options()
     make_manager = partial(_make_manager, config, backend, options)
     manager = model_router.Router(make_manager, partial(_prepare_chunk, config)).default
     try:

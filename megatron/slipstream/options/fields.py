@@ -18,6 +18,7 @@ from typing import Any, Literal, Optional, TypedDict, Union, get_type_hints
 
 from megatron.slipstream.options.engine import RULES
 from megatron.slipstream.options.rules import check_rules, require
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.tiles import NumTiles
 
 
@@ -123,6 +124,20 @@ class OffloadConfig:
         """``offload_max_overhead_percent`` as a number."""
         given = self.offload_max_overhead_percent
         return parse_percent(given) if isinstance(given, str) else given
+
+    def policy_options(self) -> PolicyOptions:
+        """Return the options of plans; the process's limit sets that of host memory."""
+        target_gib = self.offload_target_memory_gib
+        has_budget = self.activation_memory_budget is not None
+        return PolicyOptions(
+            release_lag=self.offload_release_lag,
+            prefetch_depth=self.offload_prefetch_depth,
+            target_memory_bytes=None if target_gib is None else int(target_gib * 2**30),
+            target_option=(
+                "activation_memory_budget" if has_budget else PolicyOptions.target_option
+            ),
+            max_overhead_percent=self.max_overhead_percent,
+        )
 
     @property
     def moves_checkpoint_inputs(self) -> bool:

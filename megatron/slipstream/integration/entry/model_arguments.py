@@ -28,7 +28,6 @@ from megatron.slipstream.estimate.training_setup import (
     default_micro_batches,
     usable_modules,
 )
-from megatron.slipstream.fine_grained_activation_offload.engine_setup import policy_options
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.integration.cpu import cpu_only
 from megatron.slipstream.integration.entry import dry_run, validation
@@ -322,7 +321,7 @@ def _policy(args: Any, config: Any) -> PolicyOptions:
     """
     own = OffloadConfig.of(args)
     model = SimpleNamespace(**{**defaults_of_later_options(), **vars(config)})
-    options = PassPolicy.of(model).applied_to(policy_options(own))
+    options = PassPolicy.of(model).applied_to(own.policy_options())
     return replace(options, host_memory_limit_bytes=own.offload_host_memory_limit_bytes)
 
 
