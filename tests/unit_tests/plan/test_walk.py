@@ -57,42 +57,37 @@ def stalls(simulation: Simulation) -> dict[str, float]:
     return {str(stall.cause): stall.ms for stall in simulation.stalls}
 
 
-def test_infinite_bandwidth_stalls_nothing() -> None:
-    simulation = run()
-    assert simulation.stalls == ()
-    assert simulation.total_ms == simulation.compute_ms == 9.0
-    assert simulation.d2h_busy_ms == simulation.h2d_busy_ms == 0.0
+FREES = {"0.0.core_attn:FREE": 3.0, "0.1.core_attn:FREE": 3.0}
+USES = {"0.1.core_attn:BU": 2.0, "0.0.core_attn:BU": 2.0}
 
 
-def test_a_copy_out_that_is_as_fast_as_compute_stalls_nothing() -> None:
-    # Two steps of 1 ms hide a copy of 2 ms.
-    simulation = run(d2h=0.5)
-    assert simulation.stalls == ()
-    assert simulation.total_ms == 9.0
-    assert simulation.d2h_busy_ms == 4.0
-
-
-def test_a_slower_copy_out_stalls_where_its_memory_is_let_go() -> None:
-    # 5 ms from step 1 at 1 ms to 6 ms, waited for at 3 ms. So step 3 is at 6 ms, the next copy
-    # ends at 11 ms and is waited for at 8 ms.
-    simulation = run(d2h=0.2)
-    assert stalls(simulation) == {"0.0.core_attn:FREE": 3.0, "0.1.core_attn:FREE": 3.0}
-    assert simulation.stall_ms == 6.0
-    assert simulation.total_ms == 15.0
-
-
-def test_a_copy_back_that_is_as_fast_as_compute_stalls_nothing() -> None:
-    simulation = run(h2d=1.0)
-    assert simulation.stalls == ()
-    assert simulation.h2d_busy_ms == 2.0
-
-
-def test_a_slower_copy_back_stalls_at_the_use() -> None:
-    # 3 ms from step 6 at 6 ms to 9 ms, waited for at 7 ms. The next starts at 7 ms behind it, ends
-    # at 12 ms and is waited for when step 7, from 9 ms on, has ended at 10 ms.
-    simulation = run(h2d=1 / 3)
-    assert stalls(simulation) == pytest.approx({"0.1.core_attn:BU": 2.0, "0.0.core_attn:BU": 2.0})
-    assert simulation.total_ms == pytest.approx(13.0)
+@pytest.mark.parametrize(
+    "gb_per_s, expected, total_ms, busy_ms",
+    [
+        ({}, {}, 9.0, (0.0, 0.0)),
+        # Two steps of 1 ms hide a copy of 2 ms, and one a copy of 1 ms.
+        ({"d2h": 0.5}, {}, 9.0, (4.0, 0.0)),
+        ({"h2d": 1.0}, {}, 9.0, (0.0, 2.0)),
+        # 5 ms from step 1 at 1 ms to 6 ms, waited for at 3 ms. So step 3 is at 6 ms, the next copy
+        # ends at 11 ms and is waited for at 8 ms.
+        ({"d2h": 0.2}, FREES, 15.0, (10.0, 0.0)),
+        # 3 ms from step 6 at 6 ms to 9 ms, waited for at 7 ms. The next starts at 7 ms behind it,
+        # ends at 12 ms and is waited for when step 7, from 9 ms on, has ended at 10 ms.
+        ({"h2d": 1 / 3}, USES, 13.0, (0.0, 6.0)),
+    ],
+)
+def test_a_copy_stalls_compute_by_the_time_that_it_is_late(
+    gb_per_s: dict[str, float],
+    expected: dict[str, float],
+    total_ms: float,
+    busy_ms: tuple[float, float],
+) -> None:
+    simulation = run(**gb_per_s)
+    assert stalls(simulation) == pytest.approx(expected)
+    assert simulation.compute_ms == 9.0
+    assert simulation.total_ms == pytest.approx(total_ms)
+    assert simulation.stall_ms == pytest.approx(total_ms - 9.0)
+    assert (simulation.d2h_busy_ms, simulation.h2d_busy_ms) == pytest.approx(busy_ms)
 
 
 def test_copies_of_one_direction_queue_behind_each_other() -> None:
@@ -197,15 +192,18 @@ def test_measurements_that_make_no_sense_are_refused(
         simulate(measured(THREE_LAYERS, step_ms, d2h, h2d))
 
 
-def test_a_trace_without_times_says_how_to_get_them() -> None:
-    with pytest.raises(ValueError, match=r"step_ms has 0 entries .* record the trace on a GPU"):
-        simulate(THREE_LAYERS)
-
-
-def test_a_trace_without_bandwidth_says_how_to_get_it() -> None:
-    trace = replace(THREE_LAYERS.trace, step_ms=(1.0,) * 9)
-    with pytest.raises(ValueError, match=r"bandwidth is None.* or set bandwidth with"):
-        simulate(replace(THREE_LAYERS, trace=trace))
+@pytest.mark.parametrize(
+    ("step_ms", "match"),
+    [
+        ((), r"step_ms has 0 entries .* record the trace on a GPU"),
+        ((1.0,) * 9, r"bandwidth is None.* or set bandwidth with"),
+    ],
+)
+def test_a_trace_without_measurements_says_how_to_get_them(
+    step_ms: tuple[float, ...], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        simulate(replace(THREE_LAYERS, trace=replace(THREE_LAYERS.trace, step_ms=step_ms)))
 
 
 # --- both directions at once ----------------------------------------------------------------------
