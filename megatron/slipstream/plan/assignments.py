@@ -412,20 +412,16 @@ class AssignmentSearch:
 
     def _polished(self, best: Assignment) -> Assignment:
         """Change single units, and two at once, until a whole round improves nothing."""
-        left = -1
-        for number, change in enumerate(itertools.cycle(self._changes())):
+        left, changes = -1, list(self._changes())
+        for number, change in enumerate(itertools.cycle(changes)):
             if number == left or self._is_done(best):
                 break
             other = _changed(best, change)
             if other != best and self._judge.improves(self._judge.score(best), other):
                 best, left = other, -1
             if left < 0:
-                left = number + self._num_changes
+                left = number + len(changes)
         return best
-
-    @property
-    def _num_changes(self) -> int:
-        return sum(1 for _ in self._changes())
 
     def _changes(self) -> Iterator[Change]:
         kinds, settings = self._units.kinds, self._units.settings

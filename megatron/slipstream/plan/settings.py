@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 WHOLE_LAYER = "layer"
 """The part that stands for the whole layer: only its input is saved, and that may be offloaded."""
 
@@ -25,19 +23,3 @@ Assignment = tuple[LayerSetting, ...]
 def describe_setting(setting: LayerSetting) -> str:
     """Return the setting as text: ``"keep"``, ``"layer"``, or the parts joined by ``+``."""
     return "+".join(sorted(setting)) or "keep"
-
-
-def parse_setting(parts: Iterable[str]) -> LayerSetting:
-    """Return the setting that recomputes ``parts``.
-
-    Raises:
-        ValueError: :data:`WHOLE_LAYER` is given beside other parts.
-    """
-    setting = LayerSetting(parts)
-    if WHOLE_LAYER in setting and len(setting) > 1:
-        others = ", ".join(sorted(setting - WHOLE))
-        raise ValueError(
-            f"recomputing {others} is not supported beside the whole {WHOLE_LAYER} because that "
-            f"recomputes them too; leave out {WHOLE_LAYER} or the others"
-        )
-    return setting

@@ -33,7 +33,6 @@ from megatron.slipstream.plan.settings import (
     WHOLE,
     LayerSetting,
     describe_setting,
-    parse_setting,
 )
 
 pytestmark = pytest.mark.releases
@@ -92,7 +91,7 @@ def settings_are_listed() -> None:
     assert not dense.refused
     (moe, _) = layers_of(build("moe", **SHARED))
     assert len(moe.settings) == 21  # the whole experts, or two parts of them
-    assert parse_setting(["moe", "moe_act"]) not in moe.settings
+    assert LayerSetting(["moe", "moe_act"]) not in moe.settings
     for kind in ("dense", "moe", "mla"):
         for one in layers_of(build(kind)):
             assert (one.settings[0], one.settings[-1]) == (WHOLE, NOTHING)
@@ -110,7 +109,7 @@ def flags_are_the_minimum() -> None:
     assert layers_of(build("moe", **recompute("mlp")))[0].minimum == NOTHING
     (one, _) = layers_of(build("moe", **recompute("moe", "moe_act")))
     assert one.minimum == {"moe", "moe_act"}
-    assert parse_setting(["moe", "moe_act", "layernorm"]) in one.settings
+    assert LayerSetting(["moe", "moe_act", "layernorm"]) in one.settings
 
 
 def full_recomputation_stays() -> None:
@@ -150,7 +149,7 @@ def wrong_assignments_are_refused() -> None:
     text = refusal(lambda: apply((WHOLE, LayerSetting(("mlp",))), chunks))
     assert "setting=mlp is not supported with layer 1 of kind 'moe'" in text
     named = text.split("set one of: ")[1].split(", ")[3]
-    apply((WHOLE, parse_setting(named.split("+"))), chunks)
+    apply((WHOLE, LayerSetting(named.split("+"))), chunks)
     restore(chunks)
     assert built_with(chunks) == before
     chunks = build(**recompute("mlp"))
@@ -205,7 +204,7 @@ def parts_are_refused_with_a_reason() -> None:
         for setting in one.settings:
             assert not setting & refused, name
         part = min(refused)
-        text = refusal(partial(apply, (parse_setting([part]), NOTHING), chunks))
+        text = refusal(partial(apply, (LayerSetting([part]), NOTHING), chunks))
         assert one.refused[part] in text
     chunks = build("moe")
     chunks[0].config.cuda_graph_impl = "transformer_engine"  # type: ignore[union-attr]
