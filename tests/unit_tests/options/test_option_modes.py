@@ -205,7 +205,7 @@ PROBES: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "offload_native": (lambda e: e.store.is_native, False),
     "offload_verify": (lambda e: e.store.verifier is not None, True),
     "offload_nvtx_ranges": (lambda e: e.store.backend.names_ranges, True),
-    "offload_checkpoint_inputs": (lambda e: getattr(e, "moves_checkpoint_inputs", None), True),
+    "offload_checkpoint_inputs": (lambda e: getattr(e, "engine", e).moves_checkpoint_inputs, True),
 }
 """What each setting changes in an engine, for the values of the table."""
 
