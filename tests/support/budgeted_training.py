@@ -120,7 +120,7 @@ def _train(rank: int, run: Run) -> Budgeted:
         activations = baseline - parameters  # its weights existed before
         share = run.budget if isinstance(run.budget, float) else run.budget[rank]
         result = Budgeted(int(share * activations))
-        stack.enter_context(_heard(result.warnings))
+        stack.enter_context(heard(result.warnings))
         modules = run.modules or (DENSE_MODULES if case.kind == "dense" else MOE_MODULES)
         budget: Any = result.budget_bytes / GIB
         device = SimpleNamespace(nbytes=0)
@@ -153,7 +153,8 @@ def _train(rank: int, run: Run) -> Budgeted:
 
 
 @contextmanager
-def _heard(warnings: list[str]) -> Iterator[None]:
+def heard(warnings: list[str]) -> Iterator[None]:
+    """Context in which warnings of the package are added to a list."""
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("megatron.slipstream")

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from budgeted_training import heard
 from tiny_gpt import (
     ModelCase,
     build_chunks,
@@ -109,14 +109,13 @@ def train_exhausted(
     """
     initialize(case, rank, world_size, port)
     result = Exhausted()
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: result.warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megatron.slipstream").addHandler(handler)
+    for log in forward_state._logs():
+        log.clear()
     install.uninstall()
     config = OffloadConfig(activation_memory_budget=0.01, offload_backend="cpu")
     manager = install.install(config)
     model_config = make_config(case, modules)
-    with memory_counted(manager.store.backend, on_cpu=True):
+    with memory_counted(manager.store.backend, on_cpu=True), heard(result.warnings):
         chunks = build_chunks(case, model_config)
         (chunk,) = chunks
 
@@ -164,6 +163,13 @@ def train_exhausted(
 
 def _tensors_of(log: dict[str, Any]) -> list[torch.Tensor]:
     return [entry.values.detach().clone() for entry in log.values()]
+
+
+def train_each(
+    rank: int, world_size: int, port: int, trainings: Sequence[tuple[Any, ...]]
+) -> list[Exhausted]:
+    """Several trainings in one process, each a function with its arguments."""
+    return [train(rank, world_size, port, *arguments) for train, *arguments in trainings]
 
 
 def train_without_restoring(*arguments: Any) -> Exhausted:

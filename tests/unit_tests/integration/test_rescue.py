@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from exhausted_gpt import Exhausted, train_exhausted, train_without_restoring
+from exhausted_gpt import Exhausted, train_each, train_exhausted, train_without_restoring
 from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
 
@@ -31,7 +31,7 @@ LATE = 2 * 7 + 1
 """A call in an iteration whose layers are no longer at their most frugal settings."""
 
 
-def _train(
+def _training(
     case: ModelCase,
     calls: tuple[int, ...],
     module: str = "decoder.layers.1",
@@ -39,10 +39,18 @@ def _train(
     changed: str = "",
     train: Any = train_exhausted,
     counts: tuple[int, ...] = COUNTS,
-) -> Exhausted:
+) -> tuple[Any, ...]:
     modules = DENSE_MODULES if case.kind == "dense" else MOE_MODULES
-    arguments = (case, modules, module, calls, counts, options or {}, changed)
-    (result,) = run_ranks(1, train, *arguments)
+    return (train, case, modules, module, calls, counts, options or {}, changed)
+
+
+def _train_each(*trainings: tuple[Any, ...]) -> list[Exhausted]:
+    (results,) = run_ranks(1, train_each, trainings)
+    return list(results)
+
+
+def _train(*arguments: Any, **options: Any) -> Exhausted:
+    (result,) = _train_each(_training(*arguments, **options))
     return result
 
 
@@ -53,12 +61,16 @@ def _is_equal(left: Exhausted, right: Exhausted) -> bool:
 
 @pytest.mark.parametrize("case", [DENSE, MOE, MOE_BIASED], ids=["dense", "moe", "biased"])
 def test_a_repeated_forward_changes_no_bit(case: ModelCase) -> None:
-    plain = _train(case, ())
-    assert len(plain.results) == len(COUNTS)
     last = "decoder.layers.2"
     inside = f"{last}.self_attention.linear_proj"
-    for module, calls in ((inside, (0,)), (last, (3,)), (inside, (LATE,)), (last, (14, 16))):
-        result = _train(case, calls, module)
+    failures = ((inside, (0,)), (last, (3,)), (inside, (LATE,)), (last, (14, 16)))
+    plain, broken, *results = _train_each(
+        _training(case, ()),
+        _training(case, (3,), train=train_without_restoring),
+        *(_training(case, calls, module) for module, calls in failures),
+    )
+    assert len(plain.results) == len(COUNTS)
+    for (_, calls), result in zip(failures, results, strict=True):
         assert len(result.settings) == len(calls)
         assert (set(result.settings[0]) == {WHOLE}) == (calls[0] == 0)
         assert result.errors == []
@@ -68,7 +80,7 @@ def test_a_repeated_forward_changes_no_bit(case: ModelCase) -> None:
         (warning,) = [text for text in result.warnings if "ran out" in text]
         assert "the forward is repeated (2.0 MiB" in warning
         assert not any("ended before its backward" in text for text in result.warnings)
-    assert not _is_equal(plain, _train(case, (3,), train=train_without_restoring))
+    assert not _is_equal(plain, broken)
 
 
 def test_later_settings_are_chosen_for_the_memory_that_there_was() -> None:
