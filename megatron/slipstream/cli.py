@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Optional
 
 from megatron.slipstream import __version__
-from megatron.slipstream.cli_plan.main import add_plan
+from megatron.slipstream.cli_plan.options import add_plan
 from megatron.slipstream.doctor.main import add_doctor
 from megatron.slipstream.integration.entry.flag_names import did_you_mean
 from megatron.slipstream.launcher import INTERRUPTED

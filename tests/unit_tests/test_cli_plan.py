@@ -168,9 +168,8 @@ def test_options_of_the_plan_win_over_those_of_the_training(
     """A training's goal is replaced as a whole: two goals exclude each other."""
     training = PolicyOptions(0.5, release_lag=3, target_memory_bytes=2**30)
     read = models.configured_by
-    monkeypatch.setattr(
-        models, "configured_by", lambda *given: replace(read(*given), policy=training)
-    )
+    name = "megatron.slipstream.cli_plan.main.configured_by"
+    monkeypatch.setattr(name, lambda *given: replace(read(*given), policy=training))
     output = tmp_path / "plan.json"
     show("--hf-config", small, "--seq-length", 1024, "--output", output, *options)
     policy = load_plan(output).options

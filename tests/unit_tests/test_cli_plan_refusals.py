@@ -15,7 +15,6 @@ from reported_runs import make_trace
 
 from megatron.slipstream.cli import main
 from megatron.slipstream.cli_plan import sizes
-from megatron.slipstream.estimate import synthetic
 from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.plan.files import load_plan, save_trace
 
@@ -211,7 +210,7 @@ def test_a_plan_that_would_take_minutes_names_the_most_that_is_planned(
     def planned(*_: object) -> None:
         raise ValueError("it is planned")
 
-    monkeypatch.setattr(synthetic, "synthetic_trace", planned)
+    monkeypatch.setattr("megatron.slipstream.cli_plan.main.synthetic_trace", planned)
     given[given.index("5000")] = str(largest)
     assert refused(capsys, *given) == "error: it is planned"
 

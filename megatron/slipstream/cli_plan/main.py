@@ -12,27 +12,49 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
-from megatron.slipstream.cli_plan.options import (
-    TRAINING,
-    UNTIMED,
-    add_options,
-    as_typed,
-    flag_of,
+from megatron.slipstream.cli_plan.fits import finder_for, prepare_search, show_fits
+from megatron.slipstream.cli_plan.models import configured_by, speed_for
+from megatron.slipstream.cli_plan.options import TRAINING, UNTIMED, as_typed, flag_of
+from megatron.slipstream.cli_plan.sizes import MAX_BYTES, check_sizes
+from megatron.slipstream.estimate.file_errors import (
+    reading,
+    require_distinct,
+    require_writable,
+    writing,
 )
+from megatron.slipstream.estimate.frontier import Frontier, sweep, sweep_budgets
+from megatron.slipstream.estimate.frontier_picture import frontier_png, require_matplotlib
+from megatron.slipstream.estimate.gpus import Speed
+from megatron.slipstream.estimate.model_shapes import MAX_SIZE
+from megatron.slipstream.estimate.model_state import state_bytes
+from megatron.slipstream.estimate.shape_tables import (
+    RankPlan,
+    answer,
+    describe,
+    layer_tables,
+    rank_table,
+    write,
+)
+from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
+from megatron.slipstream.estimate.training_command import is_command
+from megatron.slipstream.estimate.training_setup import Configured
+from megatron.slipstream.estimate.what_if import assumptions, at_length
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.check import check_plan
+from megatron.slipstream.plan.files import load_trace, save_plan
+from megatron.slipstream.plan.progress_bar import bar_on_stderr
+from megatron.slipstream.plan.render import render_plan, summarize
+from megatron.slipstream.plan.selection import why_not_followed
+from megatron.slipstream.plan.timeline import perfetto_json
+from megatron.slipstream.plan.trace import Trace
+from megatron.slipstream.plan.walk import Simulation, simulate
+from megatron.slipstream.plan.whole_files import write_whole
 
-if TYPE_CHECKING:
-    from megatron.slipstream.estimate.frontier import Frontier
-    from megatron.slipstream.estimate.gpus import Speed
-    from megatron.slipstream.estimate.shape_tables import RankPlan
-    from megatron.slipstream.estimate.training_setup import Configured
-    from megatron.slipstream.plan.actions import Plan
-    from megatron.slipstream.plan.candidates import PolicyOptions
-    from megatron.slipstream.plan.trace import Trace
-    from megatron.slipstream.plan.walk import Simulation
-
-Sweep = Callable[..., "Frontier"]
+Sweep = Callable[..., Frontier]
 """Plans for many targets; called with ``progress``."""
 
 GRID_ROWS = 16
@@ -47,17 +69,8 @@ GOAL_NOT_FOLLOWED = 4
 """Exit status if the trace lacks data that --target-memory or --max-overhead needs."""
 
 
-def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the sub-command."""
-    add_options(commands, show_plan)
-
-
 def show_plan(options: argparse.Namespace) -> int:
     """Plan the trace or model that the options name, show the plan, and return the exit status."""
-    # The imports below do not import torch, except to parse megatron's flags, so that planning
-    # works without torch.
-    from megatron.slipstream.estimate.training_command import is_command
-
     _check_files(options)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     is_trace = len(words) == 1 and not words[0].startswith("-") and not is_command(words[0])
@@ -98,8 +111,6 @@ def show_plan(options: argparse.Namespace) -> int:
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
     """Show a bar on stderr for an operation of unknown length."""
-    from megatron.slipstream.plan.progress_bar import bar_on_stderr
-
     with bar_on_stderr() as progress:
         progress.add_task(what, total=None)
         yield
@@ -116,8 +127,6 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], given: str, has: 
 
 def _check_files(options: argparse.Namespace) -> None:
     """Check the output files before planning, which may take minutes."""
-    from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
-
     names = ("output", "timeline", "frontier", "json")
     paths = {name: path for name in names if (path := getattr(options, name)) is not None}
     for name, path in paths.items():
@@ -136,11 +145,6 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _show_trace(path: Path, options: argparse.Namespace) -> int:
-    from megatron.slipstream.estimate.file_errors import reading
-    from megatron.slipstream.estimate.frontier import sweep
-    from megatron.slipstream.plan.candidates import PolicyOptions
-    from megatron.slipstream.plan.files import load_trace
-
     with (
         reading("trace ", path, "train with --offload-trace-path", "--offload-trace-path"),
         _progress(f"reading {path.name}"),
@@ -158,9 +162,6 @@ def _show_trace(path: Path, options: argparse.Namespace) -> int:
 
 def _at_length(trace: Trace, options: argparse.Namespace) -> tuple[Trace, list[str]]:
     """Return the trace at --seq-length, if that is set, and what this takes for granted."""
-    from megatron.slipstream.estimate.model_shapes import MAX_SIZE
-    from megatron.slipstream.estimate.what_if import assumptions, at_length
-
     recorded = trace.seq_length
     if options.recorded_seq_length is not None:
         flag = f"--recorded-seq-length={options.recorded_seq_length}"
@@ -182,8 +183,6 @@ def _at_length(trace: Trace, options: argparse.Namespace) -> tuple[Trace, list[s
 
 def _status(plan: Plan) -> int:
     """Return the exit status of a plan, which tells whether it reaches its goal."""
-    from megatron.slipstream.plan.selection import why_not_followed
-
     if why_not_followed(plan.trace, plan.options):
         return GOAL_NOT_FOLLOWED
     # A plan for a target has notes only if the target cannot be met.
@@ -195,18 +194,12 @@ def _plan(
     trace: Trace, policy: PolicyOptions, needs_times: bool
 ) -> tuple[Plan, Optional[Simulation]]:
     """Return a plan and its simulation, None for a trace without times unless needed."""
-    from megatron.slipstream.plan.build import build_plan
-    from megatron.slipstream.plan.walk import simulate
-
     plan = build_plan(trace, policy)
     return plan, simulate(plan) if trace.step_ms or needs_times else None
 
 
 def _show(plan: Plan, simulation: Optional[Simulation], num_rows: int) -> None:
     """Show what a plan does and what it costs; then the rows of groups that were asked for."""
-    from megatron.slipstream.plan.check import check_plan
-    from megatron.slipstream.plan.render import render_plan, summarize
-
     with _progress("proving the plan safe"):
         facts = check_plan(plan)
     sys.stdout.write(f"{summarize(plan)}\n")
@@ -227,10 +220,6 @@ def _write(
     sweep: Sweep,
     options: argparse.Namespace,
 ) -> None:
-    from megatron.slipstream.estimate.file_errors import writing
-    from megatron.slipstream.plan.files import save_plan
-    from megatron.slipstream.plan.whole_files import write_whole
-
     if options.output:
         with writing("--output", options.output):
             save_plan(plan, options.output)
@@ -246,8 +235,6 @@ def _write(
 
 def _policy_options(options: argparse.Namespace, training: PolicyOptions) -> PolicyOptions:
     """Return the policy of the training, except for what the options set."""
-    from megatron.slipstream.cli_plan.sizes import MAX_BYTES
-
     given: dict[str, Any] = {}
     if options.target_memory is not None and options.max_overhead is not None:
         raise ValueError(
@@ -275,7 +262,6 @@ def _policy_options(options: argparse.Namespace, training: PolicyOptions) -> Pol
 
 
 def _timeline(plan: Plan, simulation: Simulation, suffix: str) -> bytes:
-    from megatron.slipstream.plan.timeline import perfetto_json
     from megatron.slipstream.report_page.page import render_plan_page
 
     if suffix == ".json":
@@ -285,9 +271,6 @@ def _timeline(plan: Plan, simulation: Simulation, suffix: str) -> bytes:
 
 def _frontier(sweep: Sweep, suffix: str) -> bytes:
     """Sweep with a progress bar, print the table, and return the file's content."""
-    from megatron.slipstream.estimate.frontier_picture import frontier_png, require_matplotlib
-    from megatron.slipstream.plan.progress_bar import bar_on_stderr
-
     if suffix == ".png":
         require_matplotlib()  # Fail before the sweep rather than after it.
     with bar_on_stderr() as progress:
@@ -303,17 +286,6 @@ def _frontier(sweep: Sweep, suffix: str) -> bytes:
 
 
 def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
-    from megatron.slipstream.cli_plan.fits import finder_for, prepare_search, show_fits
-    from megatron.slipstream.cli_plan.models import configured_by, speed_for
-    from megatron.slipstream.estimate.frontier_budgets import sweep_budgets
-    from megatron.slipstream.estimate.shape_tables import (
-        answer,
-        describe,
-        layer_tables,
-        rank_table,
-        write,
-    )
-
     is_search = prepare_search(options)
     with _progress("reading the configuration"):
         configured = configured_by(words, options)
@@ -351,12 +323,6 @@ def _plan_ranks(
     configured: Configured, speed: Speed, policy: PolicyOptions, options: argparse.Namespace
 ) -> list[RankPlan]:
     """Plan all pipeline ranks, or only --rank, with a progress bar."""
-    from megatron.slipstream.cli_plan.sizes import MAX_BYTES, check_sizes
-    from megatron.slipstream.estimate.model_state import state_bytes
-    from megatron.slipstream.estimate.shape_tables import RankPlan
-    from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
-    from megatron.slipstream.plan.progress_bar import bar_on_stderr
-
     pp = configured.shape.parallelism.pp
     if options.rank is not None and not 0 <= options.rank < pp:
         raise ValueError(f"--rank={options.rank} must be a pipeline rank, 0 to {pp - 1}")

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import ACHIEVED_SHARE, GPUS
+from megatron.slipstream.estimate.model_shapes import ATTENTION_BACKENDS
 from megatron.slipstream.options.fields import AUTO_OVERHEAD_PERCENT, parse_percent
 
 _EPILOG = """\
@@ -82,98 +82,115 @@ def parse_tokens(text: str) -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
-TRAINING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "seq_length": (
-        ("--seq-length",),
-        {"type": parse_tokens, "metavar": "N", "help": "tokens per sequence; 8k is 8192"},
-    ),
-    "micro_batch_size": (("--micro-batch-size",), {"type": int, "help": "sequences (default: 1)"}),
-    "precision": (
-        ("--precision",),
-        {"choices": ("bf16", "fp16", "fp32"), "help": "precision of activations (default: bf16)"},
-    ),
-    "attention_backend": (
-        ("--attention-backend",),
-        {
-            "choices": ("fused", "flash", "unfused", "local"),
-            "help": "core attention of Transformer Engine, or 'local': megatron-core's plain "
-            "modules without it (default: fused)",
-        },
-    ),
-    "cross_entropy": (
-        ("--cross-entropy-fusion-impl",),
-        {"choices": ("native", "te"), "help": "fused cross entropy (default: not fused)"},
-    ),
-    "tp": (
-        ("--tensor-model-parallel-size", "--tp"),
-        {"type": int, "help": "tensor parallelism"},
-    ),
-    "sequence_parallel": (
-        ("--sequence-parallel",),
-        {"action": "store_true", "default": None, "help": "divide norms and residuals"},
-    ),
-    "cp": (
-        ("--context-parallel-size", "--cp"),
-        {"type": int, "help": "context parallelism"},
-    ),
-    "pp": (
-        ("--pipeline-model-parallel-size", "--pp"),
-        {"type": int, "help": "pipeline ranks"},
-    ),
-    "vpp": (
-        ("--virtual-pipeline-model-parallel-size", "--vpp"),
-        {"type": int, "help": "model chunks per rank, interleaved"},
-    ),
-    "first": (
-        ("--decoder-first-pipeline-num-layers",),
-        {"type": int, "help": "layers of the first pipeline rank"},
-    ),
-    "last": (
-        ("--decoder-last-pipeline-num-layers",),
-        {"type": int, "help": "layers of the last pipeline rank"},
-    ),
-    "ep": (
-        ("--expert-model-parallel-size", "--ep"),
-        {"type": int, "help": "expert parallelism"},
-    ),
-    "etp": (
-        ("--expert-tensor-parallel-size", "--etp"),
-        {"type": int, "help": "tensor parallelism of experts (default: 1)"},
-    ),
-    "dp": (
-        ("--data-parallel-size", "--dp"),
-        {
-            "type": int,
-            "help": "replicas of the model, which share the optimizer's state with the "
-            "context-parallel ranks (default: the fewest)",
-        },
-    ),
-    "recompute_granularity": (
-        ("--recompute-granularity",),
-        {"choices": ("selective", "full"), "help": "modules, or whole layers, are recomputed"},
-    ),
-    "recompute_method": (
-        ("--recompute-method",),
-        {"choices": ("uniform", "block"), "help": "which layers are, of 'full' (default: uniform)"},
-    ),
-    "recompute_num_layers": (
-        ("--recompute-num-layers",),
-        {"type": int, "help": "layers of a checkpoint, or of 'block' (default: 1)"},
-    ),
-    "recompute_modules": (
-        ("--recompute-modules",),
-        {"nargs": "+", "metavar": "MODULE", "help": "modules that are recomputed"},
-    ),
-    "offload_modules": (
-        ("--offload-modules",),
-        {"nargs": "+", "metavar": "MODULE", "help": "modules that may move (default: all)"},
-    ),
-    "min_offloaded_tensor_size": (
-        ("--min-offloaded-tensor-size",),
-        {"type": int, "metavar": "N", "help": "smaller tensors stay (default: 1048576 elements)"},
-    ),
-}
+class Given(NamedTuple):
+    """An option of the sub-command."""
+
+    flags: str
+    """Its spellings, the first of which messages use."""
+    kind: Any
+    """The type of its value; or the values to choose from; or 'flag', or 'names' for several."""
+    help: str
+    metavar: Optional[str] = None
+    dest: Optional[str] = None
+    """Name in the namespace, if it is not that of the first flag."""
+
+    @property
+    def name(self) -> str:
+        """Name in the namespace."""
+        return self.dest or self.flags.split()[0].removeprefix("--").replace("-", "_")
+
+    def add_to(self, group: argparse._ActionsContainer, **more: Any) -> None:
+        """Add it to a group of a parser."""
+        options: dict[str, Any] = {"type": self.kind, "metavar": self.metavar or "N"}
+        if self.kind == "flag":
+            options = {"action": "store_true", "default": None}
+            more = {}
+        elif self.kind == "names":
+            options = {"nargs": "+", "metavar": "MODULE"}
+        elif isinstance(self.kind, tuple):
+            options = {"choices": self.kind}
+        group.add_argument(*self.flags.split(), dest=self.name, help=self.help, **options, **more)
+
+
+TRAINING = {
+    given.name: given
+    for given in (
+        Given("--seq-length", parse_tokens, "tokens per sequence; 8k is 8192"),
+        Given("--micro-batch-size", int, "sequences (default: 1)"),
+        Given("--precision", ("bf16", "fp16", "fp32"), "precision of activations (default: bf16)"),
+        Given("--attention-backend", ATTENTION_BACKENDS, "core attention of Transformer Engine, or "
+              "'local': megatron-core's plain modules without it (default: fused)"),
+        Given("--cross-entropy-fusion-impl", ("native", "te"),
+              "fused cross entropy (default: not fused)", dest="cross_entropy"),
+        Given("--tensor-model-parallel-size --tp", int, "tensor parallelism", dest="tp"),
+        Given("--sequence-parallel", "flag", "divide norms and residuals"),
+        Given("--context-parallel-size --cp", int, "context parallelism", dest="cp"),
+        Given("--pipeline-model-parallel-size --pp", int, "pipeline ranks", dest="pp"),
+        Given("--virtual-pipeline-model-parallel-size --vpp", int,
+              "model chunks per rank, interleaved", dest="vpp"),
+        Given("--decoder-first-pipeline-num-layers", int, "layers of the first pipeline rank",
+              dest="first"),
+        Given("--decoder-last-pipeline-num-layers", int, "layers of the last pipeline rank",
+              dest="last"),
+        Given("--expert-model-parallel-size --ep", int, "expert parallelism", dest="ep"),
+        Given("--expert-tensor-parallel-size --etp", int,
+              "tensor parallelism of experts (default: 1)", dest="etp"),
+        Given("--data-parallel-size --dp", int, "replicas of the model, which share the "
+              "optimizer's state with the context-parallel ranks (default: the fewest)", dest="dp"),
+        Given("--recompute-granularity", ("selective", "full"),
+              "modules, or whole layers, are recomputed"),
+        Given("--recompute-method", ("uniform", "block"),
+              "which layers are, of 'full' (default: uniform)"),
+        Given("--recompute-num-layers", int, "layers of a checkpoint, or of 'block' (default: 1)"),
+        Given("--recompute-modules", "names", "modules that are recomputed"),
+        Given("--offload-modules", "names", "modules that may move (default: all)"),
+        Given("--min-offloaded-tensor-size", int,
+              "smaller tensors stay (default: 1048576 elements)"),
+    )
+}  # fmt: skip
 """Options for a model from --hf-config, by name in the namespace."""
+
+_LIMITS = (
+    Given("--memory", float, "device memory (default: the GPU's)", "GIB"),
+    Given("--margin", float, "device memory left for the CUDA context, communication and "
+          "fragmentation (default: 2%% of it)", "GIB"),
+    Given("--host-memory", float, "host memory of a rank (default: no limit)", "GIB"),
+    Given("--json", Path, "write the answer for tools", "FILE"),
+)  # fmt: skip
+
+_GPU = (
+    Given("--gpu", str, "a100, b200, gb200, h100, h20, h200 or l40s (default: h200)", "NAME"),
+    Given("--achieved-share", float, "fraction of its peak rate that matrix products reach "
+          f"(default: {ACHIEVED_SHARE:g}, on an h100 {GPUS['h100'].achieved_share:g})", "SHARE"),
+    Given("--tflops", float, "their rate in TFLOP/s, instead", "T"),
+    Given("--gb-per-s", float, "bandwidth of copies each way (slipstream doctor measures it)",
+          "GB"),
+    Given("--num-micro-batches", int,
+          "micro-batches of an iteration (default: two rounds of the pipeline)"),
+    Given("--rank", int, "plan this pipeline rank only (default: all)"),
+    Given("--state-gib", float,
+          "weights, gradients and optimizer of a rank (default: from the parameters)", "GIB"),
+)  # fmt: skip
+
+_GOALS = (
+    Given("--target-memory", float, "lower the device peak to this many GiB in the least time",
+          "GIB"),
+    Given("--max-overhead", parse_percent, "limit the time added to the step, in percent of its "
+          f"compute time ('auto' is {AUTO_OVERHEAD_PERCENT:g})", "PERCENT"),
+    Given("--fraction", float,
+          "move this fraction of each pass's groups, 0 to 1; the latest ones stay", "F"),
+)  # fmt: skip
+
+_FILES = (
+    Given("--details", "flag", "show every group of a plan, the bytes of a model's layers, and "
+          "what fills the device at the largest size"),
+    Given("--output", Path, "the plan, with its trace", "PLAN.json"),
+    Given("--timeline", Path, "compute, copies, stalls and memory over time: a page for a browser, "
+          "or a trace for Perfetto", "FILE.{html,json}"),
+    Given("--frontier", Path,
+          "plan for many targets, and draw or write device peak against overhead",
+          "FILE.{png,json}"),
+)  # fmt: skip
 
 
 class _AsTyped(argparse.Action):
@@ -197,14 +214,14 @@ def _config_file(text: str) -> Path:
 
 def flag_of(name: str, options: argparse.Namespace) -> str:
     """Return the option as the user typed it, or its first spelling; ``name`` is its ``dest``."""
-    first = TRAINING[name][0][0] if name in TRAINING else "--" + name.replace("_", "-")
+    first = TRAINING[name].flags.split()[0] if name in TRAINING else "--" + name.replace("_", "-")
     return str(options.typed.get(name, first))
 
 
 def as_typed(message: str, options: argparse.Namespace) -> str:
     """Replace megatron's names in a message about a model by the user's options."""
     for name in TRAINING:
-        megatrons = TRAINING[name][0][0].removeprefix("--").replace("-", "_")
+        megatrons = TRAINING[name].flags.split()[0].removeprefix("--").replace("-", "_")
         # Short names can be ordinary words, unless a value follows.
         found = rf"(?<![\w-])(?:{megatrons}{'' if '_' in megatrons else '(?==)'}|{name}(?==))\b"
         message = re.sub(found, flag_of(name, options), message)
@@ -224,11 +241,8 @@ UNTIMED = (
 """Options that apply only without recorded times."""
 
 
-def add_options(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    run: Callable[[argparse.Namespace], int],
-) -> None:
-    """Add the sub-command; it calls ``run`` with the options."""
+def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command, whose modules are imported when it runs."""
     plan = commands.add_parser(
         "plan",
         help="plan a recorded iteration, or an estimated one; predict its time and memory",
@@ -268,126 +282,34 @@ def add_options(
         "The names are megatron's. With a trace, --seq-length plans it as if its sequences had "
         "this length.",
     )
-    for destination, (names, options) in TRAINING.items():
-        if options.get("type") is int:
-            options = {"metavar": "N", **options}
-        if "action" not in options:
-            options = {"action": _AsTyped, **options}
-        training.add_argument(*names, dest=destination, **options)
-    _add_search(plan.add_argument_group("the largest size that fits (without a trace)"))
-    _add_gpu(plan.add_argument_group("hardware and schedule (without a trace)"))
-    _add_aim(plan.add_argument_group("goals"))
-    _add_files(plan.add_argument_group("output"))
+    for given in TRAINING.values():
+        given.add_to(training, action=_AsTyped)
+    limits = plan.add_argument_group("the largest size that fits (without a trace)")
+    _add_search(limits.add_mutually_exclusive_group())
+    for given in _LIMITS:
+        given.add_to(limits)
+    for title, options in (
+        ("hardware and schedule (without a trace)", _GPU),
+        ("goals", _GOALS),
+        ("output", _FILES),
+    ):
+        group = plan.add_argument_group(title)
+        for given in options:
+            given.add_to(group)
     hint = "; put megatron's flags after '--'"
-    plan.set_defaults(run=run, typed={}, hint_for_unknown=hint)
+    plan.set_defaults(run=_run, typed={}, hint_for_unknown=hint)
 
 
-def _add_search(group: argparse._ArgumentGroup) -> None:
-    searched = group.add_mutually_exclusive_group()
-    searched.add_argument(
-        "--longest-sequence",
-        action="store_true",
-        default=None,
-        help="find the longest sequence that fits without offloading, with recomputation, with "
-        "the built-in engine and with a memory budget; --seq-length N also compares them at N",
-    )
-    searched.add_argument(
-        "--largest-micro-batch",
-        action="store_true",
-        default=None,
-        help="find the largest micro-batch of sequences of --seq-length tokens",
-    )
-    group.add_argument(
-        "--memory", type=float, metavar="GIB", help="device memory (default: the GPU's)"
-    )
-    group.add_argument(
-        "--margin",
-        type=float,
-        metavar="GIB",
-        help="device memory left for the CUDA context, communication and fragmentation (default: "
-        "2%% of it)",
-    )
-    group.add_argument(
-        "--host-memory", type=float, metavar="GIB", help="host memory of a rank (default: no limit)"
-    )
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the answer for tools")
+def _run(options: argparse.Namespace) -> int:
+    from megatron.slipstream.cli_plan.main import show_plan
+
+    return show_plan(options)
 
 
-def _add_gpu(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--gpu", metavar="NAME", help="a100, b200, gb200, h100, h20, h200 or l40s (default: h200)"
-    )
-    group.add_argument(
-        "--achieved-share",
-        type=float,
-        metavar="SHARE",
-        help="fraction of its peak rate that matrix products reach (default: "
-        f"{ACHIEVED_SHARE:g}, on an h100 {GPUS['h100'].achieved_share:g})",
-    )
-    group.add_argument("--tflops", type=float, metavar="T", help="their rate in TFLOP/s, instead")
-    group.add_argument(
-        "--gb-per-s",
-        type=float,
-        metavar="GB",
-        help="bandwidth of copies each way (slipstream doctor measures it)",
-    )
-    group.add_argument(
-        "--num-micro-batches",
-        type=int,
-        metavar="N",
-        help="micro-batches of an iteration (default: two rounds of the pipeline)",
-    )
-    group.add_argument(
-        "--rank", type=int, metavar="N", help="plan this pipeline rank only (default: all)"
-    )
-    group.add_argument(
-        "--state-gib",
-        type=float,
-        metavar="GIB",
-        help="weights, gradients and optimizer of a rank (default: from the parameters)",
-    )
-
-
-def _add_aim(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--target-memory",
-        type=float,
-        metavar="GIB",
-        help="lower the device peak to this many GiB in the least time",
-    )
-    group.add_argument(
-        "--max-overhead",
-        type=parse_percent,
-        metavar="PERCENT",
-        help="limit the time added to the step, in percent of its compute time ('auto' is "
-        f"{AUTO_OVERHEAD_PERCENT:g})",
-    )
-    group.add_argument(
-        "--fraction",
-        type=float,
-        metavar="F",
-        help="move this fraction of each pass's groups, 0 to 1; the latest ones stay",
-    )
-
-
-def _add_files(files: argparse._ArgumentGroup) -> None:
-    files.add_argument(
-        "--details",
-        action="store_true",
-        help="show every group of a plan, the bytes of a model's layers, and what fills the "
-        "device at the largest size",
-    )
-    files.add_argument("--output", type=Path, metavar="PLAN.json", help="the plan, with its trace")
-    files.add_argument(
-        "--timeline",
-        type=Path,
-        metavar="FILE.{html,json}",
-        help="compute, copies, stalls and memory over time: a page for a browser, or a trace for "
-        "Perfetto",
-    )
-    files.add_argument(
-        "--frontier",
-        type=Path,
-        metavar="FILE.{png,json}",
-        help="plan for many targets, and draw or write device peak against overhead",
-    )
+def _add_search(searched: argparse._MutuallyExclusiveGroup) -> None:
+    Given("--longest-sequence", "flag", "find the longest sequence that fits without offloading, "
+          "with recomputation, with the built-in engine and with a memory budget; --seq-length N "
+          "also compares them at N").add_to(searched)  # fmt: skip
+    Given("--largest-micro-batch", "flag",
+          "find the largest micro-batch of sequences of --seq-length tokens"
+          ).add_to(searched)  # fmt: skip

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, Optional
 
+from megatron.slipstream.estimate.fit import Finder, Row
+from megatron.slipstream.estimate.ways import BUDGET, OFF, WAYS
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.render import format_bytes
@@ -154,7 +156,7 @@ def sweep(
     peaks = [point.peak_bytes for point in points]
     low, high = min(peaks), max(peaks)
     targets = [
-        bytes_to_type(low + (high - low) * place // num_points) for place in range(num_points)
+        _bytes_to_type(low + (high - low) * place // num_points) for place in range(num_points)
     ]
     run([("target_memory_bytes", target) for target in targets])
     run([("max_overhead_percent", percent) for percent in MAX_OVERHEADS_PERCENT])
@@ -164,6 +166,48 @@ def sweep(
         _marker("everything moves", points[num_points - 1]),
     )
     return Frontier(mark_pareto(points), sum(trace.step_ms), bool(trace.memory), markers)
+
+
+def sweep_budgets(
+    finder: Finder,
+    num_points: int = NUM_POINTS,
+    progress: Optional[Callable[[int, int], None]] = None,
+) -> Frontier:
+    """Choose what is kept, offloaded, recomputed and tiled for a range of budgets.
+
+    Args:
+        finder: The model at the size to plan, and host memory; its device limit does not apply.
+        num_points: Budgets, from the least that the model can take to what it takes as it is; 2
+            or more.
+        progress: Called before each budget and at the end with the number of finished ones and the
+            total.
+
+    Returns:
+        The budgets that any choice keeps to, and a marker for each way that is compared.
+    """
+    size: int = getattr(finder.configured.shape, finder.searched)
+    model = finder.model(size)
+    rows = {way: Row.of(model.fixed(way)) for way in WAYS if way != BUDGET}
+    off = rows[OFF]
+    low = model.least().usage.parts.total
+    high, state = off.usage.parts.total, off.usage.parts.state
+    report = progress or (lambda done, total: None)
+    points: list[FrontierPoint] = []
+    for place in range(num_points):
+        report(place, num_points)
+        # Closer together where memory is short, since time changes most there.
+        share = (place / (num_points - 1)) ** 2
+        budget = _bytes_to_type(low + (high - low) * share - state)
+        limited = replace(finder, limits=replace(finder.limits, device_bytes=state + budget))
+        row = limited.at(BUDGET, size)
+        if row is not None:
+            points.append(_point_of(budget, row, off.step_ms))
+    report(num_points, num_points)
+    markers = tuple(
+        Marker(way, row.usage.parts.total, row.step_ms, _percent(row, off.step_ms))
+        for way, row in rows.items()
+    )
+    return Frontier(mark_pareto(points), off.step_ms, True, markers)
 
 
 def mark_pareto(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
@@ -198,7 +242,24 @@ def _point(trace: Trace, base: PolicyOptions, option: Sweep, value: float) -> Fr
     )
 
 
-def bytes_to_type(nbytes: float) -> int:
+def _point_of(value: int, row: Row, compute_ms: float) -> FrontierPoint:
+    return FrontierPoint(
+        option="activation_memory_budget",
+        value=value,
+        peak_bytes=row.usage.parts.total,
+        total_ms=row.step_ms,
+        overhead_percent=_percent(row, compute_ms),
+        moved_nbytes=row.usage.moved_bytes,
+        peak_host_bytes=row.usage.host_bytes,
+        text=row.label,
+    )
+
+
+def _percent(row: Row, compute_ms: float) -> float:
+    return 100 * (row.step_ms / compute_ms - 1)
+
+
+def _bytes_to_type(nbytes: float) -> int:
     """Round up to four significant digits in GiB, so that the printed flag reproduces the plan."""
     up = decimal.Context(prec=4, rounding=decimal.ROUND_CEILING)
     return int(float(up.create_decimal_from_float(nbytes / 2**30)) * 2**30)
