@@ -88,6 +88,15 @@ def saved_tensors(shape: ModelShape, layer: int, setting: Optional[LayerSetting]
     return {part: tensors for part, tensors in found.items() if tensors}
 
 
+def savers_of(saved: Saved) -> dict[str, tuple[SavedTensor, list[str]]]:
+    """Return each storage once, by name, with the parts that save it."""
+    found: dict[str, tuple[SavedTensor, list[str]]] = {}
+    for part, tensors in saved.items():
+        for tensor in tensors:
+            found.setdefault(tensor.name, (tensor, []))[1].append(part)
+    return found
+
+
 def marked_modules(
     shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None
 ) -> tuple[str, ...]:

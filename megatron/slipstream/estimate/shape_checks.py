@@ -37,6 +37,10 @@ def problems(shape: ModelShape) -> Iterator[str]:
     yield from _wrong_layers(shape)
 
 
+def _conflict(what: str, other: str, why: str, cure: str) -> str:
+    return f"{what} is not supported with {other} because {why}; {cure}"
+
+
 def _sizes(shape: ModelShape) -> Iterator[tuple[str, Optional[int]]]:
     """Yield every number by megatron's name; None if it is not set."""
     names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size",
@@ -85,23 +89,17 @@ def _wrong_choices(shape: ModelShape) -> Iterator[str]:
     ):
         if value not in choices:
             yield f"{name}={value!r} is not modelled; set one of {', '.join(choices)}"
-    if shape.attention_backend == "local" and shape.parallelism.cp > 1:
-        yield (
-            f"context_parallel_size={shape.parallelism.cp} is not supported with "
-            "attention_backend='local' because megatron-core's own core attention is not "
-            "divided; set 'fused' or 'flash'"
-        )
-    if shape.attention_backend == "unfused" and shape.parallelism.cp > 1:
-        yield (
-            f"context_parallel_size={shape.parallelism.cp} is not supported with "
-            "attention_backend='unfused' because Transformer Engine divides fused kernels "
-            "only; set 'fused' or 'flash'"
-        )
-    if shape.attention_backend in ("fused", "flash") and shape.precision == "fp32":
-        yield (
-            f"attention_backend={shape.attention_backend!r} is not supported with "
-            "precision='fp32' because its kernels have 16-bit inputs; set 'unfused' or 'local'"
-        )
+    backend, cp = shape.attention_backend, shape.parallelism.cp
+    divided = f"context_parallel_size={cp}", f"attention_backend={backend!r}"
+    if backend == "local" and cp > 1:
+        why = "megatron-core's own core attention is not divided"
+        yield _conflict(*divided, why, "set 'fused' or 'flash'")
+    if backend == "unfused" and cp > 1:
+        why = "Transformer Engine divides fused kernels only"
+        yield _conflict(*divided, why, "set 'fused' or 'flash'")
+    if backend in ("fused", "flash") and shape.precision == "fp32":
+        why = "its kernels have 16-bit inputs"
+        yield _conflict(divided[1], "precision='fp32'", why, "set 'unfused' or 'local'")
 
 
 def _wrong_settings(shape: ModelShape) -> Iterator[str]:
@@ -119,9 +117,9 @@ def _wrong_settings(shape: ModelShape) -> Iterator[str]:
     if any(setting > WHOLE for setting in (shape.recompute_modules, *shape.layer_settings)):
         yield f"{WHOLE_LAYER!r} is recomputed beside other modules; leave them out"
     if shape.layers_per_checkpoint > 1 and shape.layer_settings:
-        yield (
-            f"recompute_num_layers={shape.layers_per_checkpoint} is not supported with "
-            "layer_settings because one checkpoint holds layers of one setting; set 1"
+        what = f"recompute_num_layers={shape.layers_per_checkpoint}"
+        yield _conflict(
+            what, "layer_settings", "one checkpoint holds layers of one setting", "set 1"
         )
     if len(shape.layer_settings) not in (0, shape.num_layers):
         yield (
@@ -167,28 +165,21 @@ def _shares(shape: ModelShape) -> Iterator[tuple[str, int, str, int]]:
 
 
 def _wrong_routing(experts: Experts) -> Iterator[str]:
-    count, topk = experts.num_experts, experts.topk
+    count, topk, cure = experts.num_experts, experts.topk, "change one of them"
     if topk > count:
-        yield (
-            f"moe_router_topk={topk} is not supported with num_experts={count} because a token is "
-            "sent to an expert at most once; change one of them"
-        )
+        why = "a token is sent to an expert at most once"
+        yield _conflict(f"moe_router_topk={topk}", f"num_experts={count}", why, cure)
     if experts.num_groups is None or experts.group_topk is None:
         return
-    if experts.group_topk > experts.num_groups:
-        yield (
-            f"moe_router_group_topk={experts.group_topk} is not supported with "
-            f"moe_router_num_groups={experts.num_groups} because a group is chosen at most once; "
-            "change one of them"
-        )
-    eligible = experts.group_topk * (count // experts.num_groups)
+    chosen, groups = f"moe_router_group_topk={experts.group_topk}", experts.num_groups
+    if experts.group_topk > groups:
+        why = "a group is chosen at most once"
+        yield _conflict(chosen, f"moe_router_num_groups={groups}", why, cure)
+    eligible = experts.group_topk * (count // groups)
     if topk > eligible:
-        yield (
-            f"moe_router_topk={topk} is not supported with "
-            f"moe_router_group_topk={experts.group_topk} because these groups have {eligible} "
-            f"experts (num_experts={count} in moe_router_num_groups={experts.num_groups}); change "
-            "one of them"
-        )
+        of = f"num_experts={count} in moe_router_num_groups={groups}"
+        why = f"these groups have {eligible} experts ({of})"
+        yield _conflict(f"moe_router_topk={topk}", chosen, why, cure)
 
 
 def _wrong_layers(shape: ModelShape) -> Iterator[str]:
@@ -201,15 +192,18 @@ def _wrong_layers(shape: ModelShape) -> Iterator[str]:
     if shape.experts is None and any(shape.moe_layers):
         yield "moe_layer_freq names layers with experts, but num_experts is not set; set it"
     if shape.experts is not None and par.tp > 1 and not par.sequence_parallel:
-        yield (
-            f"tensor_model_parallel_size={par.tp} is not supported with experts without "
-            "sequence_parallel because megatron-core requires it; set sequence_parallel"
+        yield _conflict(
+            f"tensor_model_parallel_size={par.tp}",
+            "experts without sequence_parallel",
+            "megatron-core requires it",
+            "set sequence_parallel",
         )
     if par.vpp is not None and par.pp == 1:
-        yield (
-            f"virtual_pipeline_model_parallel_size={par.vpp} is not supported with "
-            "pipeline_model_parallel_size=1 because only the chunks of several stages can be "
-            "interleaved; leave it out"
+        yield _conflict(
+            f"virtual_pipeline_model_parallel_size={par.vpp}",
+            "pipeline_model_parallel_size=1",
+            "only the chunks of several stages can be interleaved",
+            "leave it out",
         )
     num_stages = par.vpp or 1
     if not shape.layers_per_chunk:

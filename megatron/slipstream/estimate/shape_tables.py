@@ -16,7 +16,7 @@ from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.layer_costs import layer_costs
 from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.model_state import num_parameters
-from megatron.slipstream.estimate.saved_tensors import SavedTensor, marked_modules, saved_tensors
+from megatron.slipstream.estimate.saved_tensors import marked_modules, saved_tensors, savers_of
 from megatron.slipstream.estimate.schedules import most_in_flight
 from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.estimate.training_setup import Configured
@@ -45,24 +45,13 @@ def part_bytes(configured: Configured, layer: int) -> list[PartBytes]:
     shape = configured.shape
     chosen = [name for name in marked_modules(shape, layer) if name in configured.modules]
     saved = saved_tensors(shape, layer)
-    savers: dict[str, list[str]] = {}
-    for part, tensors in saved.items():
-        for tensor in tensors:
-            savers.setdefault(tensor.name, []).append(part)
-
-    def is_movable(tensor: SavedTensor) -> bool:
-        return (
-            not tensor.kept_by
-            and tensor.numel >= configured.min_numel
-            and all(part in chosen for part in savers[tensor.name])
-        )
-
-    found = []
-    for part, tensors in saved.items():
-        own = [tensor for tensor in tensors if savers[tensor.name][0] == part]
-        movable = sum(tensor.nbytes for tensor in own if is_movable(tensor))
-        found.append(PartBytes(part, sum(tensor.nbytes for tensor in own), movable))
-    return found
+    own_bytes, movable_bytes = dict.fromkeys(saved, 0), dict.fromkeys(saved, 0)
+    for tensor, savers in savers_of(saved).values():
+        own_bytes[savers[0]] += tensor.nbytes
+        is_large = tensor.numel >= configured.min_numel
+        if is_large and not tensor.kept_by and {*savers} <= {*chosen}:
+            movable_bytes[savers[0]] += tensor.nbytes
+    return [PartBytes(part, own_bytes[part], movable_bytes[part]) for part in saved]
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from megatron.slipstream.estimate.layer_passes import Stretch, backward_pass, fo
 from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
 from megatron.slipstream.estimate.saved_tensors import (
     CHECKPOINT_INPUTS,
-    SavedTensor,
     is_input_norm_fused,
     marked_modules,
     saved_tensors,
+    savers_of,
 )
 from megatron.slipstream.estimate.schedules import Pass, Schedule, idle_ms, rank_schedule
 from megatron.slipstream.plan.settings import (
@@ -254,18 +254,12 @@ class _Marker:
         marked = [name for name in marked_modules(self._shape, layer) if name in work.modules]
         group_of = {name: len(self.groups) + place for place, name in enumerate(marked)}
         with_small: set[int] = set()
-        savers: dict[str, list[str]] = {}
-        tensors: dict[str, SavedTensor] = {}
-        for part, items in saved.items():
-            for tensor in items:
-                savers.setdefault(tensor.name, []).append(part)
-                tensors.setdefault(tensor.name, tensor)
-        for name, tensor in tensors.items():
-            groups = tuple(group_of[part] for part in savers[name] if part in group_of)
+        for name, (tensor, savers) in savers_of(saved).items():
+            groups = tuple(group_of[part] for part in savers if part in group_of)
             if groups and tensor.numel < work.min_numel:
                 with_small.update(groups)
             elif groups:
-                held_outside = len(groups) < len(savers[name]) or bool(tensor.kept_by)
+                held_outside = len(groups) < len(savers) or bool(tensor.kept_by)
                 is_input = is_first and name == "layer_input"
                 self.storages.append(TemplateStorage(tensor.nbytes, groups, held_outside, is_input))
         for name, group in group_of.items():

@@ -277,12 +277,14 @@ class SizedModel:
         The planner chooses with the tiles that seem best, and with others if these seem better than
         what it found.
         """
+        found = list(self._fixed_within(limits))
+        if not self.fixed(OFF).usage.exceeded(limits):  # Nothing is faster.
+            return self.fixed(OFF)
         times = {
             tiles: [_estimated_ms(rank, limits) for rank in self._ranks_of(tiles)]
             for tiles in TILES
         }
         seem_ms = {tiles: max(each) for tiles, each in times.items() if all(each)}
-        found = list(self._fixed_within(limits))
         for place, tiles in enumerate(sorted(seem_ms, key=lambda tiles: seem_ms[tiles])):
             if place == 0 or seem_ms[tiles] < min(item.step_ms for item in found):
                 work, ranks = self._variants[tiles]
