@@ -257,7 +257,8 @@ class Judge:
         if other in self.scores:
             return self.scores[other] < goal
         trial = self._trial(other)
-        if goal.is_near(self._bound(other, trial)):
+        bound = self._bound(other, trial)
+        if bound.excess_bytes > goal.excess_bytes + self.input_bytes or goal.is_near(bound):
             return False
         score = self.scores[other] = self._score(other, trial)
         if goal <= score and self._refines:
@@ -272,9 +273,9 @@ class Judge:
     def _bound(self, assignment: Assignment, trial: _Trial) -> Score:
         """Return a score that the assignment does not exceed in quality."""
         target, total_ms = self._limits.device_bytes, self.compute_ms(assignment)
-        excess_bytes = trial.bounds.lowest_peak_bytes() - target
-        if excess_bytes > 0:
-            return Score(excess_bytes, total_ms)
+        lowest_bytes = max(trial.bounds.lowest_peak_bytes(), trial.counted_bytes(self._limits))
+        if lowest_bytes > target:
+            return Score(lowest_bytes - target, total_ms)
         return Score(0.0, total_ms + trial.bounds.least_stall_ms(target) * self._scale)
 
     def _score(self, assignment: Assignment, trial: _Trial, max_steps: int = 0) -> Score:
