@@ -12,7 +12,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from megatron.slipstream.estimate.gpus import find_speed
-from megatron.slipstream.estimate.layer_passes import Stretch, backward_pass, forward_pass
+from megatron.slipstream.estimate.layer_passes import (
+    HEAD,
+    Stretch,
+    backward_pass,
+    forward_pass,
+)
 from megatron.slipstream.estimate.model_shapes import (
     ATTENTION_BACKENDS,
     RECOMPUTE_MODULES,
@@ -128,6 +133,27 @@ def test_float32_logits_are_not_copied() -> None:
     assert peak_bytes(head) == logits + shape.tokens * shape.hidden_size * 4
 
 
+@pytest.mark.parametrize("setting", [NOTHING, WHOLE])
+@pytest.mark.parametrize("experts", [None, Experts(8, 2, 14336)])
+def test_tiles_bound_what_an_mlp_and_the_logits_take(
+    setting: LayerSetting, experts: Experts | None
+) -> None:
+    """Beside saved tensors: a tile, and rows that go in and come out; the MLP runs again."""
+    whole = replace(LLAMA, seq_length=1 << 18, recompute_modules=setting, experts=experts)
+    tiled = replace(whole, mlp_sequence_tiles=True, loss_sequence_tiles=True)
+    parts = {"mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc1", "moe_act", "expert_fc2"}
+    rows = tiled.hidden_size * 2 * (tiled.expert_tokens if experts else tiled.tokens)
+    for stretch in iteration(tiled):
+        if stretch.part in (*parts, "output_layer", "loss"):
+            assert stretch.peak_bytes - max(0, stretch.live_bytes) < 4 * rows + GIB
+    again = [{s.layer for s in iteration(tiled) if s[:2] == (part, "rerun")} for part in parts]
+    assert set.union(*again) == set(range(8))
+    longer = [sum(s.ms(H100) for s in iteration(shape)) for shape in (tiled, whole)]
+    mlp = [s.ms(H100) for s in iteration(whole) if s.part in parts and s.phase == "forward"]
+    head = [s.ms(H100) for s in iteration(whole) if s.phase == "forward" and s.layer == HEAD]
+    assert longer[0] - longer[1] == pytest.approx(sum(mlp) + sum(head), rel=0.02)
+
+
 SHARED = Experts(num_experts=8, topk=2, ffn_hidden_size=256, shared_ffn_hidden_size=128)
 LATENT = LatentAttention(128, 64, 32, 16, 32)
 
@@ -154,6 +180,8 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         fp8_recipe=draw(st.sampled_from([None, "mxfp8"])),
         cross_entropy=draw(st.sampled_from(["unfused", "native", "te"])),
         bias_activation_fusion=draw(st.booleans()),
+        mlp_sequence_tiles=draw(st.booleans()),
+        loss_sequence_tiles=draw(st.booleans()),
         hidden_dropout=draw(st.sampled_from([0.0, 0.1])),
         recompute_modules=draw(setting) if step > 1 else NOTHING,
         layer_settings=() if step > 1 else tuple(draw(st.lists(setting, min_size=8, max_size=8))),
@@ -169,8 +197,11 @@ def test_backward_frees_what_forward_and_recomputation_added(shape: ModelShape) 
     plain = iteration(shape.with_setting(NOTHING))
     assert peak_bytes(stretches) > 0 < peak_bytes(plain)
     assert all(stretch.peak_bytes >= stretch.live_bytes for stretch in stretches)
-    ran = [stretch[:2] + stretch[-1:] for stretch in stretches if stretch.phase != "rerun"]
-    assert ran == [stretch[:2] + stretch[-1:] for stretch in plain]
+    ran, once = (
+        [stretch[:2] + stretch[-1:] for stretch in each if stretch.phase != "rerun"]
+        for each in (stretches, plain)
+    )
+    assert ran == once
 
 
 @settings(max_examples=40, deadline=None)

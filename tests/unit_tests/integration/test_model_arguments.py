@@ -76,6 +76,7 @@ PLANNED = {
     "own modules": BASE + LATENT + "--fine-grained-activation-offloading --offload-modules "
     "mla_down_proj mla_up_proj mlp_fc1 mlp_act mlp_fc2 embedding output_layer",
     "recompute": LLAMA + "--recompute-granularity selective --recompute-modules core_attn mlp",
+    "tiles": LLAMA + "--mlp-sequence-tiles auto --loss-sequence-tiles auto",
     "local": LLAMA.replace("--attention-backend fused", "") + "--transformer-impl local",
     "optimizer": LLAMA + "--use-distributed-optimizer",
     "replicated": LLAMA,
@@ -119,7 +120,7 @@ REFUSED = {
     LLAMA + EXPERTS.replace("alltoall", "allgather") + "--expert-model-parallel-size 2": (
         "moe_token_dispatcher_type=allgather is not supported with a plan from flags"
     ),
-    LLAMA + "--mlp-sequence-tiles auto": "mlp_sequence_tiles=auto is not supported with a plan",
+    LLAMA + "--mlp-sequence-tiles 4": "mlp_sequence_tiles=4 is not supported with a plan",
     LLAMA + "--loss-sequence-tiles 4": "loss_sequence_tiles=4 is not supported with a plan",
     LLAMA + "--mtp-num-layers 1": "mtp_num_layers=1 is not supported",
     LLAMA.replace("--vocab-size 1000 ", ""): "vocab_size is not set",
@@ -413,6 +414,9 @@ def test_recomputation_and_plain_modules(parsed: dict[str, Configured]) -> None:
     assert parsed["recompute"].shape.recompute_modules == {"core_attn", "mlp"}
     assert parsed["llama"].shape.recompute_modules == frozenset()
     assert parsed["local"].shape.attention_backend == "local"
+    for name, has_tiles in (("tiles", True), ("llama", False)):
+        shape = parsed[name].shape
+        assert (shape.mlp_sequence_tiles, shape.loss_sequence_tiles) == (has_tiles, has_tiles)
 
 
 @pytest.mark.parametrize("flags", CHECKPOINTED, ids=["each", "three", "block"])

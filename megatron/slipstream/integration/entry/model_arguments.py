@@ -224,7 +224,12 @@ PLAN_RULES: tuple[Rule, ...] = (
     ),
     _not_modelled("mlp_chunks_for_training", lambda f: (f.mlp_chunks_for_training or 1) <= 1),
     *(
-        _not_modelled(option, is_one_of(option, (1, None)))
+        _unsupported(
+            option,
+            "only tiles whose length follows from shapes are modelled",
+            f"set {option}=auto",
+            is_one_of(option, (1, None, "auto")),
+        )
         for option in ("loss_sequence_tiles", "mlp_sequence_tiles")
     ),
     _not_modelled("cuda_graph_impl", is_one_of("cuda_graph_impl", ("none",))),
@@ -339,6 +344,8 @@ def _shape(args: Any, config: Any) -> ModelShape:
         # Without rotary embeddings there are no rotary tables.
         apply_rope_fusion=config.apply_rope_fusion or args.position_embedding_type != "rope",
         optimizer=_optimizer(args),
+        mlp_sequence_tiles=args.mlp_sequence_tiles == "auto",
+        loss_sequence_tiles=args.loss_sequence_tiles == "auto",
     )
     parallelism = replace(
         shape.parallelism,
