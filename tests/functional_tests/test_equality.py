@@ -18,7 +18,7 @@ from tiny_gpt import (
     skip_without_model,
 )
 
-from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
+from megatron.slipstream.integration.seam.compat import defaults_of_later_options
 from megatron.slipstream.patches import releases
 
 # For every release, the backend on which a missing wait changes results.

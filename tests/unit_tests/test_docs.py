@@ -64,7 +64,7 @@ def test_options_are_documented_from_the_source_of_their_class() -> None:
 
 @pytest.mark.releases
 def test_documented_defaults_of_megatron_core_are_those_of_the_installed_one() -> None:
-    from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
+    from megatron.slipstream.integration.seam.compat import defaults_of_later_options
 
     spec = importlib.util.find_spec("megatron.core")
     if spec is None or spec.origin is None:

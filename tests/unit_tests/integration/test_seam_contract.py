@@ -16,7 +16,7 @@ import torch
 
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
+from megatron.slipstream.integration.seam.compat import defaults_of_later_options
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import releases

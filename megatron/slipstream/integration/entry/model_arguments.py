@@ -32,7 +32,7 @@ from megatron.slipstream.fine_grained_activation_offload.pass_policy import Pass
 from megatron.slipstream.integration.cpu import cpu_only
 from megatron.slipstream.integration.entry import dry_run, validation
 from megatron.slipstream.integration.entry.checks import check_options
-from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
+from megatron.slipstream.integration.seam.compat import defaults_of_later_options
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.fields import OffloadConfig

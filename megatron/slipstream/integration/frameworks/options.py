@@ -185,13 +185,6 @@ def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def defaults_of_later_options() -> dict[str, Any]:
-    """Return options of later megatron-core releases, with values equivalent to their absence."""
-    from megatron.slipstream.integration.seam import compat
-
-    return {name: DEFAULTS[name] for name in compat.LATER_OPTIONS}
-
-
 def _known(given: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
     """Return the options that the installed megatron-core has."""
     known = {}

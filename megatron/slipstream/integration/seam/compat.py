@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Optional
 
 import torch
 
+from megatron.slipstream.options.fields import DEFAULTS
 from megatron.slipstream.options.model import graphed_modules
 from megatron.slipstream.options.rules import (
     Finding,
@@ -99,6 +100,11 @@ LATER_OPTIONS: Mapping[str, str] = {
     "delay_offload_until_cuda_graph": "leave it out",
 }
 """Offloading options new in megatron-core 0.19, and the alternative in earlier releases."""
+
+
+def defaults_of_later_options() -> dict[str, Any]:
+    """Return options of later megatron-core releases, with values equivalent to their absence."""
+    return {name: DEFAULTS[name] for name in LATER_OPTIONS}
 
 
 def refuse_later_flags(message: str) -> None:
