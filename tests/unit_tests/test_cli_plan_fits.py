@@ -103,8 +103,9 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 def test_sizes_can_be_divided_among_ranks(
     parallel: tuple[object, ...], step: int, tmp_path: Path
 ) -> None:
-    path = tmp_path / "fits.json"
-    assert show("--hf-config", LLAMA, "--longest-sequence", *H100, *parallel, "--json", path) == 0
+    path, small = tmp_path / "fits.json", tmp_path / "config.json"
+    small.write_text(json.dumps(json.loads(LLAMA.read_text()) | {"num_hidden_layers": 4}))
+    assert show("--hf-config", small, "--longest-sequence", *H100, *parallel, "--json", path) == 0
     sizes = [fit["size"] for fit in json.loads(path.read_text())["fits"]]
     assert all(size and size % step == 0 for size in sizes)
 

@@ -177,7 +177,9 @@ def test_the_largest_planned_size_has_no_wall() -> None:
 MODELS = {
     "dense": llama(),
     "unfused": llama(attention_backend="unfused"),
-    "experts": example("mixtral_8x7b", parallelism=Parallelism(pp=4, ep=8, dp=8)),
+    "experts": example(
+        "mixtral_8x7b", num_layers=8, moe_layers=(), parallelism=Parallelism(pp=2, ep=8, dp=8)
+    ),
     "latent": example(
         "deepseek_v3",
         num_layers=8,
