@@ -314,9 +314,9 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_where_to_look_names_modules_and_what_they_define() -> None:
+def test_answers_to_ten_questions_name_modules_and_what_they_define() -> None:
     page = (ROOT / "docs" / "design" / "README.md").read_text(encoding="utf-8")
-    section = page.partition("## Where to look")[2].partition("\n## ")[0]
+    section = page.partition("## Ten questions")[2].partition("\n## ")[0]
     answers = [line.split(" | ")[1] for line in section.splitlines() if line.endswith("|")][2:]
     assert len(answers) >= 10
     package = ROOT / "megatron" / "slipstream"
