@@ -314,11 +314,16 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_answers_to_ten_questions_name_modules_and_what_they_define() -> None:
+def test_questions_and_ways_name_modules_and_what_they_define() -> None:
     page = (ROOT / "docs" / "design" / "README.md").read_text(encoding="utf-8")
     section = page.partition("## Ten questions")[2].partition("\n## ")[0]
-    answers = [line.split(" | ")[1] for line in section.splitlines() if line.endswith("|")][2:]
+    rows = [line.split(" | ")[1] for line in section.splitlines() if line.endswith("|")]
+    answers = [row for row in rows if row not in ("answer |", "--- |")]
     assert len(answers) >= 10
+    section = page.partition("## The way of the data")[2].partition("\n## ")[0]
+    ways = re.findall(r"^\d+\. (.*(?:\n  .*)*)", section, re.M)
+    assert len(ways) == 10 + 8
+    answers += ways
     package = ROOT / "megatron" / "slipstream"
     engine = package / "fine_grained_activation_offload"
     for answer in answers:
@@ -329,7 +334,8 @@ def test_answers_to_ten_questions_name_modules_and_what_they_define() -> None:
         files = [next((place for place in at if place.is_file()), at[-1]) for at in places]
         assert [str(file) for file in files if not file.is_file()] == []
         text = "".join(file.read_text(encoding="utf-8") for file in files)
-        named = [code.rpartition(".")[2] for code in codes if not code.endswith((".py", ".h"))]
+        named = [code for code in codes if not code.endswith((".py", ".h"))]
+        named = [re.split(r"[.:]", code.removesuffix("()"))[-1] for code in named]
         named += re.findall(r"\[(Note: [^]]+)\]", answer)
         assert [name for name in named if name not in text] == [], answer
 
