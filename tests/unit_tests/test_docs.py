@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 WRITING = {"--frontier", "--html", "--json", "--output", "--timeline"}
 """Options that name a file to be written."""
+LINKING = [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -97,7 +98,7 @@ def test_no_command_of_a_page_writes_over_the_documentation(page: Path) -> None:
     assert [path for path in written if path.startswith("docs/")] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page_lead_to_files(page: Path) -> None:
     links = [link.partition("#")[0] for link in LINK.findall(page.read_text())]
     local = [link for link in links if link and "://" not in link]
