@@ -58,6 +58,8 @@ class Run:
     late: Optional[tuple[int, float]] = None
     """With the budget 'auto' on a device of this size: the step before which an optimizer's state
     appears, and its bytes as a share of the activations."""
+    evaluates: bool = False
+    """Whether the model is evaluated before the first step and after each."""
 
 
 @dataclass
@@ -139,6 +141,8 @@ def _train(rank: int, run: Run) -> Budgeted:
             device.nbytes = int((resident + result.budget_bytes) / (1 - device_limits.MARGIN)) + 1
             steps = train_steps(case, config, chunks, run.counts)
             steps = _noted(steps, manager, result, resident)
+            if run.evaluates:
+                steps = _evaluated(steps, case, config, chunks)
             if run.late is not None:
                 steps = _with_late_state(steps, run.late[0], int(run.late[1] * activations))
             try:
@@ -161,6 +165,19 @@ def heard(warnings: list[str]) -> Iterator[None]:
     logger.addHandler(handler)
     yield
     logger.removeHandler(handler)
+
+
+def _evaluated(
+    steps: Iterator[list[torch.Tensor]], case: ModelCase, config: Any, chunks: Sequence[Any]
+) -> Iterator[list[torch.Tensor]]:
+    def evaluate() -> None:
+        with torch.no_grad():
+            tiny_gpt.run_step(case, config, chunks, 0, 2, True)
+
+    evaluate()
+    for results in steps:
+        yield results
+        evaluate()
 
 
 def _with_late_state(

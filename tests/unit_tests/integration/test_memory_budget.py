@@ -39,6 +39,7 @@ def _runs(case: ModelCase) -> dict[str, Run]:
         runs["room to spare"] = Run(case, 1.5)
         runs["nothing fits"] = Run(case, 0.05)
         runs["late state"] = Run(case, 0.9, (2,) * 14, late=(11, 0.25))
+        runs["evaluated"] = Run(case, 0.5, evaluates=True)
         runs["other numbers"] = Run(case, 0.5, (2, 3, 1, 2) * 3)
         for name, lengths in LENGTHS.items():
             runs[name] = Run(case, 0.5, (2,) * len(lengths), lengths=lengths)
@@ -142,6 +143,16 @@ def test_auto_chooses_again_when_the_state_of_an_optimizer_appears_late(trained:
     _check(result)
     assert result.assignments[-1] != result.assignments[step - 1]
     assert any("settings were chosen (an optimizer's first step" in w for w in result.warnings)
+
+
+def test_evaluation_before_and_between_iterations_ends_none(trained: Any) -> None:
+    """megatron-core ends the schedule of an evaluation as it ends one of training."""
+    result = trained(DENSE, "evaluated")
+    assert result.error == ""
+    assert result.difference is None
+    assert result.num_until_settled <= MAX_UNTIL_SETTLED
+    assert set(result.assignments[-1]) != {WHOLE}
+    assert result.warnings == []
 
 
 @pytest.mark.parametrize("vpp", [None, 2])
