@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from megatron.core import parallel_state
 
+from megatron.slipstream.integration.packed.dynamic_context_parallel import DynamicGroupMixin
 from megatron.slipstream.options.budget import GATHERED
 from megatron.slipstream.plan.relaxation import Limits
 from megatron.slipstream.plan.trace import Bandwidth
@@ -133,7 +134,11 @@ def waits_for_others(chunk: Any) -> Optional[str]:
         if size > 1:
             return f"with {option}={size} other ranks wait inside its collectives"
     is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+    if getattr(chunk.config, "hybrid_context_parallel", False) and not is_alone:
+        return "with hybrid_context_parallel other ranks wait inside its collectives"
     for module in chunk.modules():
+        if isinstance(module, DynamicGroupMixin) and not is_alone:
+            return "with dynamic_context_parallel other ranks wait inside its collectives"
         if getattr(module, "global_tokens_per_expert", None) is not None and not is_alone:
             return "with global_aux_loss other ranks wait inside its collectives"
     return None
