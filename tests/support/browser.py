@@ -21,7 +21,7 @@ TIMEOUT_S = 120
 FLAGS = (
     "--headless",
     "--remote-debugging-pipe",
-    "--no-sandbox",  # It cannot be had by root in a container, and pages are the project's own.
+    "--no-sandbox",  # It does not start as root; the pages are the project's own.
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--no-first-run",

@@ -382,7 +382,6 @@ OF_EXPERTS = [
     Case({"bf16": False}, [{"bf16": True}]),
     Case({"capability": (8, 0)}, [{"moe_sync_free_experts": False}]),
 ]
-TILED = {**MODEL, "loss_sequence_tiles": "auto", "mlp_sequence_tiles": 4}
 OF_TILES = [
     either("loss_sequence_tiles", 0, a=1, b=2, c="auto"),
     either("mlp_sequence_tiles", True, a=1, b=2, c="auto"),

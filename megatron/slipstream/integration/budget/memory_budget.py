@@ -72,8 +72,6 @@ class MemoryBudget:
         self._movable_bytes: list[int] = []
         self._peak_bytes = 0
         """The device peak of the last iteration."""
-        self._is_under_way = False
-        """Whether an iteration has begun and not ended: a schedule without training ends none."""
         self._is_blind = False
         """Whether the backend does not count memory."""
 
@@ -141,8 +139,6 @@ class MemoryBudget:
 
     def before_end(self) -> None:
         """Note that all passes of the iteration have been issued, and its plan is not made yet."""
-        if not self._is_under_way:
-            return
         self._boundaries.end()
         if not self._peak_bytes:
             self._limits.note_first(self._boundaries.growth_bytes)
@@ -157,9 +153,6 @@ class MemoryBudget:
                 frugal assignment, too. All stages raise it: they would wait for one that raised it
                 alone within the schedule.
         """
-        if not self._is_under_way:
-            return
-        self._is_under_way = False
         plan = self._engine.plan
         self._movable_bytes = []
         if self._boundaries.has_memory and plan is not None:
@@ -190,7 +183,6 @@ class MemoryBudget:
         """Give the layers the assignment of the coming iteration."""
         relaxation, engine = self.relaxation, self._engine
         assert relaxation is not None
-        self._is_under_way = True
         if engine.store.backend.memory() is None:
             self._messages.not_followed(engine.store.backend.name)
             self._is_blind = True

@@ -46,7 +46,7 @@ class StageRanks:
 
     def __init__(self) -> None:
         self._is_shared = False
-        self._num_begun = self._num_answered = 0
+        self._num_begun = 0
         self._hosts: Optional[torch.distributed.ProcessGroup] = None
 
     def add(self, chunk: torch.nn.Module) -> None:
@@ -114,9 +114,8 @@ class StageRanks:
         Args:
             lack: That of this stage.
         """
-        if not (self.has_pipeline and self.is_asked and self._num_answered < self._num_begun):
-            return None  # A schedule without training ends no iteration.
-        self._num_answered = self._num_begun
+        if not (self.has_pipeline and self.is_asked):
+            return None
         size = parallel_state.get_pipeline_model_parallel_world_size()
         rows = [[0.0] * len(Lack._fields) for _ in range(size)]
         rows[parallel_state.get_pipeline_model_parallel_rank()] = list(lack or rows[0])

@@ -124,11 +124,13 @@ class RoutedManager(PipelineOffloadManager):
     def reset(self, **options: Any) -> None:
         """End the iteration of the model that a schedule ran; called when the schedule ends."""
         for manager in self.router.ended_by_schedule(self):
-            if manager.budget is not None:
-                manager.budget.before_end()
+            # The schedule of an evaluation, too, ends with a reset.
+            budget = manager.budget if manager.engine.has_begun else None
+            if budget is not None:
+                budget.before_end()
             super(RoutedManager, manager).reset(**options)
-            if manager.budget is not None:
-                manager.budget.after_end()
+            if budget is not None:
+                budget.after_end()
         self.router.num_iterations += 1
         self.router.after_iteration(self.router.num_iterations)
 
