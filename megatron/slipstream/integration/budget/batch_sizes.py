@@ -151,4 +151,12 @@ def _land(me: weakref.ref[MicroBatches], iteration: int, _: torch.Tensor) -> Non
 
 
 def _has_scores(chunk: Any) -> bool:
-    return any(isinstance(module, DotProductAttention) for module in chunk.modules())
+    # Each pass asks, and a walk over all modules takes as long as several kernel launches.
+    if chunk not in _with_scores:
+        attentions = (isinstance(module, DotProductAttention) for module in chunk.modules())
+        _with_scores[chunk] = any(attentions)
+    return _with_scores[chunk]
+
+
+_with_scores: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Answers of :func:`_has_scores`."""
