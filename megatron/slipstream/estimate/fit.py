@@ -89,7 +89,9 @@ class Finder:
             return Fit(way, size, row, None, "")
         model = self.model(next_size)
         usage = (model.least() if way == BUDGET else model.fixed(way)).usage
-        return Fit(way, size, row, usage, usage.exceeded(self.limits) or HOST)
+        # A budget's least device memory may need more of the host than there is.
+        short = usage.parts.largest if self.limits.host_bytes is None else HOST
+        return Fit(way, size, row, usage, usage.exceeded(self.limits) or short)
 
     def largest(self, way: str) -> int:
         """Return the largest size that fits with a way; 0 if none does."""

@@ -168,6 +168,12 @@ def test_the_wall_is_named(wall: str) -> None:
     assert (found.row is None) == (wall == "state")
 
 
+def test_host_memory_without_a_limit_is_no_wall() -> None:
+    found = finder(llama(num_layers=2), 12).fit(BUDGET)
+    assert found.size > 0
+    assert found.wall in ("layers", "backward", "logits")
+
+
 def test_the_largest_planned_size_has_no_wall() -> None:
     tiny = llama(num_layers=1, hidden_size=64, ffn_hidden_size=64, vocab_size=1, window_size=1)
     found = finder(tiny, 2**20, step=1 << 20).fit(OFF)
