@@ -70,9 +70,10 @@ def waits_of_a_step(rank: int, num_ranks: int, port: int, case: ModelCase) -> li
     return found
 
 
+@pytest.mark.parametrize("tiles", [1, 3], ids=["", "in tiles"])
 @pytest.mark.parametrize("overrides", ROUTERS.values(), ids=ROUTERS)
-def test_a_step_of_micro_batches(overrides: dict[str, Any]) -> None:
-    case = ModelCase("moe", sync_free_experts=True, overrides=overrides)
+def test_a_step_of_micro_batches(overrides: dict[str, Any], tiles: int) -> None:
+    case = ModelCase("moe", sync_free_experts=True, mlp_sequence_tiles=tiles, overrides=overrides)
     assert run_ranks(1, waits_of_a_step, case) == [[]]
 
 

@@ -27,6 +27,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.integration.experts.sync_free_experts import SyncFreeGroupedMLP
 from megatron.slipstream.integration.seam.layer_classes import convert
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.options.facts import Facts
@@ -220,7 +221,11 @@ class _TiledExpertsMixin(_Tiled):
     part = "experts"
 
     def forward(
-        self: Any, rows: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor, **buffers: Any
+        self: Any,
+        rows: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        probs: torch.Tensor,
+        **buffers: Any,
     ) -> tuple[torch.Tensor, None]:
         """Return the output of each row, ``[num_rows, h]``, and no bias."""
         whole = super().forward  # type: ignore[misc]
@@ -230,7 +235,8 @@ class _TiledExpertsMixin(_Tiled):
                 "mlp_sequence_tiles because experts then write their whole output into it; set "
                 "moe_token_dispatcher_type=alltoall"
             )
-        if isinstance(tokens_per_expert, torch.Tensor):
+        is_known = not isinstance(self, SyncFreeGroupedMLP)
+        if is_known:
             tokens_per_expert = tokens_per_expert.cpu()  # once, as the experts do for all rows
 
         def run(tile: slice, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -239,7 +245,7 @@ class _TiledExpertsMixin(_Tiled):
             return output
 
         bounds = self._divide(rows.shape[0]) if rows.shape[0] else ((0, 0),)
-        needs = _needs_of(self, tokens_per_expert)
+        needs = _needs_of(self, tokens_per_expert) if is_known else None
         parameters = list(self.parameters())
         inputs = [rows, probs]
         return run_by_tiles(run, bounds, inputs, parameters, run_in_a_group, needs), None
@@ -249,10 +255,8 @@ _EXPERT = re.compile(r"local_experts\.(\d+)\.|linear_fc[12]\.(?:weight|bias)(\d+
 """The number of an expert in the name of its parameter."""
 
 
-def _needs_of(experts: torch.nn.Module, tokens_per_expert: Any) -> Optional[Needs]:
-    """Return which experts' parameters some rows depend on; None if the host does not know."""
-    if not isinstance(tokens_per_expert, torch.Tensor):
-        return None
+def _needs_of(experts: torch.nn.Module, tokens_per_expert: torch.Tensor) -> Needs:
+    """Return which experts' parameters some rows depend on."""
     found = [_EXPERT.search(name) for name, _ in experts.named_parameters()]
     numbers = [int(match[1] or match[2]) if match else None for match in found]
 
@@ -263,15 +267,11 @@ def _needs_of(experts: torch.nn.Module, tokens_per_expert: Any) -> Optional[Need
     return needs
 
 
-def _tokens_within(tokens_per_expert: Any, rows: slice) -> Any:
-    """Return the number of tokens of each expert among these rows, in the form that it came in."""
-    if isinstance(tokens_per_expert, torch.Tensor):
-        ends = tokens_per_expert.cumsum(0)
-        starts = ends - tokens_per_expert
-        return ends.clamp(rows.start, rows.stop) - starts.clamp(rows.start, rows.stop)
-    # Sync-free experts have the ends of their rows, on the device.
-    ends = tokens_per_expert.offsets
-    return tokens_per_expert._replace(offsets=ends.clamp(rows.start, rows.stop) - rows.start)
+def _tokens_within(tokens_per_expert: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Return the number of tokens of each expert among these rows."""
+    ends = tokens_per_expert.cumsum(0)
+    starts = ends - tokens_per_expert
+    return ends.clamp(rows.start, rows.stop) - starts.clamp(rows.start, rows.stop)
 
 
 # Output layer and loss
