@@ -529,8 +529,10 @@ class Training:
 
 def gradients_and_state(chunks: Sequence[Any]) -> list[torch.Tensor]:
     """The results of an iteration other than its losses."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    return gradients_and_buffers(chunks) + random_states()
 
+
+def gradients_and_buffers(chunks: Sequence[Any]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = [
         parameter.main_grad.clone()
         for chunk in chunks
@@ -544,7 +546,13 @@ def gradients_and_state(chunks: Sequence[Any]) -> list[torch.Tensor]:
         for name, buffer in chunk.module.named_buffers()
         if not name.endswith(("cos_cached", "sin_cached"))
     ]
-    found += [values.clone() for values in expert_metrics()]
+    return found + [values.clone() for values in expert_metrics()]
+
+
+def random_states() -> list[torch.Tensor]:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    found = []
     for state in (torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()):
         found.append(state if torch.is_tensor(state) else state.get_state())
     if use_gpu():

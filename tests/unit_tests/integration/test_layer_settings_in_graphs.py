@@ -16,7 +16,7 @@ from imitated_layer_graphs import imitated_layer_graphs
 from megatron_models import use_gpu, wrap
 from model_case import DENSE_MODULES, ModelCase
 from ranks import run_ranks
-from replayed_gpt import gradients_and_state, start
+from replayed_gpt import gradients_and_buffers, start
 from tiny_gpt import build_chunks, first_difference, make_config, run_step
 
 from megatron.slipstream.integration import install
@@ -39,14 +39,18 @@ def build(case: ModelCase, modules: Sequence[str] = ()) -> tuple[Any, list[Any]]
 
 
 def iterate(case: ModelCase, model: tuple[Any, list[Any]], step: int) -> list[torch.Tensor]:
-    """The losses and gradients of an iteration."""
+    """The losses and gradients of an iteration.
+
+    States of random numbers differ: a checkpoint cannot set back those that graphs can use, and
+    fused attention advances them without dropout, too.
+    """
     config, chunks = model
     for chunk in chunks:
         chunk.zero_grad_buffer()
     result = run_step(case, config, chunks, step, 2)
     for chunk in chunks:
         chunk.finish_grad_sync()
-    return [tensor.to("cpu", copy=True) for tensor in result + gradients_and_state(chunks)]
+    return [tensor.to("cpu", copy=True) for tensor in result + gradients_and_buffers(chunks)]
 
 
 def train_plainly(case: ModelCase) -> list[list[torch.Tensor]]:
