@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import tiny_gpt
 import torch
+from megatron.core import parallel_state
 from model_case import DENSE_MODULES, MOE_MODULES
 from tiny_gpt import (
     ModelCase,
@@ -58,8 +59,9 @@ class Run:
     late: Optional[tuple[int, float]] = None
     """With the budget 'auto' on a device of this size: the step before which an optimizer's state
     appears, and its bytes as a share of the activations."""
-    evaluates: bool = False
-    """Whether the model is evaluated before the first step and after each."""
+    evaluated_sequences: int = 0
+    """The model is evaluated with so many per micro-batch before the first step and after each; 0:
+    not at all."""
 
 
 @dataclass
@@ -141,8 +143,9 @@ def _train(rank: int, run: Run) -> Budgeted:
             device.nbytes = int((resident + result.budget_bytes) / (1 - device_limits.MARGIN)) + 1
             steps = train_steps(case, config, chunks, run.counts)
             steps = _noted(steps, manager, result, resident)
-            if run.evaluates:
-                steps = _evaluated(steps, case, config, chunks)
+            if run.evaluated_sequences:
+                evaluated = replace(case, micro_batch_size=run.evaluated_sequences)
+                steps = _evaluated(steps, evaluated, config, chunks)
             if run.late is not None:
                 steps = _with_late_state(steps, run.late[0], int(run.late[1] * activations))
             try:
@@ -171,7 +174,9 @@ def _evaluated(
     steps: Iterator[list[torch.Tensor]], case: ModelCase, config: Any, chunks: Sequence[Any]
 ) -> Iterator[list[torch.Tensor]]:
     def evaluate() -> None:
-        with torch.no_grad():
+        # megatron-core keeps one buffer of each kind, of the largest size that was asked for.
+        memory_buffer = parallel_state.get_global_memory_buffer()
+        with torch.no_grad(), patch.object(memory_buffer, "buffer", {}):
             tiny_gpt.run_step(case, config, chunks, 0, 2, True)
 
     evaluate()

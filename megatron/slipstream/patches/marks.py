@@ -9,7 +9,8 @@
   it does not know the name of its group in backward.
 - Discarded outputs. Selective recomputation of norms and activation functions frees their storage
   once forward no longer needs it, while a copy to the host may still read it. The engine then keeps
-  the storage on the device: the recomputation fills it.
+  the storage on the device: the recomputation fills it. Without gradients nothing is recomputed,
+  but megatron-core keeps the inputs.
 - Checkpoints, which have no marks. All of them call ``apply`` of their autograd function, so that
   call runs inside a group. ``CheckpointWithoutOutput`` needs none: it is inside megatron-core's
   marks.
@@ -73,11 +74,23 @@ def tell_discarded_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def discard(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
         engine = _engine()
         if engine is not None:
-            for output in checkpoint.outputs:
+            for output in checkpoint.outputs or ():
                 engine.store.before_discard(output)
-        return original(checkpoint, *arguments, **options)
+        original(checkpoint, *arguments, **options)
+        hook_tensor = arguments[0] if arguments else options["hook_tensor"]
+        if not hook_tensor.requires_grad:
+            forget_recomputation(checkpoint)
 
     return discard
+
+
+def forget_recomputation(checkpoint: Any) -> None:
+    """Free what a ``CheckpointWithoutOutput`` keeps for a backward that will not come.
+
+    Its module refers to it until the next forward, so the inputs of an evaluation would lie beside
+    the activations of training.
+    """
+    checkpoint.ctx = checkpoint.outputs = checkpoint.run_function = None
 
 
 def run_in_a_group(original: Callable[..., Any]) -> Callable[..., Any]:

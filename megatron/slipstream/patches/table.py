@@ -121,14 +121,18 @@ NAMES = (
     ),
 )
 
-COPIES = (
+DISCARDED = (
     Patch(
         f"{_CORE}.tensor_parallel.random.CheckpointWithoutOutput"
         ".discard_output_and_register_recompute",
         _lazy("marks", "tell_discarded_outputs"),
-        "a copy to the host would read memory that has been discarded to be recomputed",
+        "a copy to the host would read memory that has been discarded to be recomputed, and the "
+        "inputs of an evaluation would lie beside the activations of training",
         parameters=("self", "hook_tensor"),
     ),
+)
+
+COPIES = (
     Patch(
         f"{_CORE}.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
         _lazy("d2h_by_kernel", "D2HByKernel"),
@@ -272,7 +276,7 @@ FINALIZE = Patch(
 """Patches of the training entry, which binds them to its arguments."""
 
 TABLE: dict[Feature, tuple[Patch, ...]] = {
-    Feature.ENGINE: (*CALLS, *ROTATION, *GROUPS),
+    Feature.ENGINE: (*CALLS, *ROTATION, *GROUPS, *DISCARDED),
     Feature.ENGINE_ON_GPU: COPIES,
     Feature.PEAK_MEMORY: PEAKS,
     Feature.CHECKPOINT_INPUTS: CHECKPOINTS,

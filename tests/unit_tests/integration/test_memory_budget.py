@@ -39,7 +39,7 @@ def _runs(case: ModelCase) -> dict[str, Run]:
         runs["room to spare"] = Run(case, 1.5)
         runs["nothing fits"] = Run(case, 0.05)
         runs["late state"] = Run(case, 0.9, (2,) * 14, late=(11, 0.25))
-        runs["evaluated"] = Run(case, 0.5, evaluates=True)
+        runs["evaluated"] = Run(case, 0.5, evaluated_sequences=8)
         runs["other numbers"] = Run(case, 0.5, (2, 3, 1, 2) * 3)
         for name, lengths in LENGTHS.items():
             runs[name] = Run(case, 0.5, (2,) * len(lengths), lengths=lengths)
@@ -146,11 +146,12 @@ def test_auto_chooses_again_when_the_state_of_an_optimizer_appears_late(trained:
 
 
 def test_evaluation_before_and_between_iterations_ends_none(trained: Any) -> None:
-    """megatron-core ends the schedule of an evaluation as it ends one of training."""
+    """megatron-core ends the schedule of an evaluation as it ends one of training.
+
+    What an evaluation leaves, with micro-batches four times as large, lies beside activations.
+    """
     result = trained(DENSE, "evaluated")
-    assert result.error == ""
-    assert result.difference is None
-    assert result.num_until_settled <= MAX_UNTIL_SETTLED
+    _check(result)
     assert set(result.assignments[-1]) != {WHOLE}
     assert result.warnings == []
 

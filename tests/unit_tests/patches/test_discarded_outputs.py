@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The engine is notified before megatron-core discards an output."""
+"""The engine is notified before megatron-core discards an output; evaluations keep nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from megatron.slipstream.patches.table import Feature
 pytestmark = pytest.mark.releases
 
 
-def test_the_engine_hears_of_each_output_while_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_the_engine_hears_of_each_output_and_evaluations_keep_no_inputs(
+    monkeypatch: pytest.MonkeyPatch, is_trained: bool
+) -> None:
     heard: list[int] = []
     manager = make_manager("cpu")
     monkeypatch.setattr(
@@ -27,14 +30,16 @@ def test_the_engine_hears_of_each_output_while_it_is_there(monkeypatch: pytest.M
         "before_discard",
         lambda tensor: heard.append(tensor.untyped_storage().nbytes()),
     )
-    table.apply(Feature.ENGINE_ON_GPU)
+    outputs, ctx = (torch.ones(3), torch.ones(5)), object()
+    checkpoint = SimpleNamespace(outputs=outputs, ctx=ctx, run_function=None, _recompute=None)
+    table.apply(Feature.ENGINE)
     try:
-        outputs = (torch.ones(3), torch.ones(5))
-        checkpoint = SimpleNamespace(outputs=outputs, _recompute=None)
         discard = CheckpointWithoutOutput.discard_output_and_register_recompute
         with patch.object(mcore_offload.PipelineOffloadManager, "OFFLOAD_MGR", manager):
-            discard(checkpoint, torch.ones(1))
+            discard(checkpoint, torch.ones(1, requires_grad=is_trained) * 2)
     finally:
-        table.undo(Feature.ENGINE_ON_GPU)
+        table.undo(Feature.ENGINE)
     assert heard == [12, 20]
     assert [output.untyped_storage().nbytes() for output in outputs] == [0, 0]
+    assert checkpoint.ctx is (ctx if is_trained else None)
+    assert checkpoint.outputs is (outputs if is_trained else None)

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
 from megatron.slipstream.integration.budget.forward_state import ForwardState
 from megatron.slipstream.integration.budget.stage_ranks import waits_for_others
+from megatron.slipstream.patches.marks import forget_recomputation
 from megatron.slipstream.patches.model_calls import tensors_in
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _forget_recomputations(chunk: torch.nn.Module) -> None:
     for module in chunk.modules():
         for value in vars(module).values():
             if isinstance(value, CheckpointWithoutOutput):
-                value.ctx = value.outputs = value.run_function = None
+                forget_recomputation(value)
 
 
 def _forget_frames(failure: BaseException) -> None:
