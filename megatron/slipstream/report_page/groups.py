@@ -35,9 +35,6 @@ class GroupTable(NamedTuple):
 
     columns: list[Column]
     rows: list[list[Cell]]
-    states: list[str]
-    """For each row, 'moves' or 'stays', and 'waits' if compute waits for its copies (predicted or
-    measured) or one starts late."""
 
 
 def group_table(iteration: Iteration, rank: RankReport) -> GroupTable:
@@ -51,7 +48,7 @@ def group_table(iteration: Iteration, rank: RankReport) -> GroupTable:
         (bar.cause.kind, bar.cause.key): bar.start for lane in iteration.lanes for bar in lane.bars
     }
     columns = _columns(iteration.unit)
-    rows, states = [], []
+    rows = []
     for group in plan.groups:
         key = group.key
         layer, micro_batch, chunk = places[key]
@@ -72,13 +69,10 @@ def group_table(iteration: Iteration, rank: RankReport) -> GroupTable:
                 Cell(_decision(group)),
             ]
         )
-        state = "moves" if group.moves else "stays"
-        states.append(f"{state} waits" if any(waits_ms) or num_late else state)
     filled = [place for place in range(len(columns)) if any(row[place].text for row in rows)]
     return GroupTable(
         columns=[columns[place] for place in filled],
         rows=[[row[place] for place in filled] for row in rows],
-        states=states,
     )
 
 

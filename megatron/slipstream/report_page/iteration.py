@@ -56,14 +56,6 @@ class Lane:
     """Whether bars are the time available to copies, because their durations are unknown."""
 
 
-class Pass(NamedTuple):
-    """The forward or backward of one micro-batch through one model chunk."""
-
-    start: float
-    end: float
-    name: str
-
-
 @dataclass(frozen=True)
 class Iteration:
     """An iteration of a plan.
@@ -71,18 +63,21 @@ class Iteration:
     Args:
         plan: The plan.
         simulation: Simulation of the plan, possibly with other times: see :func:`iteration_of`.
-        unit: Unit of all times.
         measured: Measured compute of an iteration that followed the plan, if it was timed.
         peak_bytes: Measured device memory for each step; empty if not measured.
     """
 
     plan: Plan
     simulation: Simulation
-    unit: Literal["ms", "marks"]
     is_predicted: bool
     """Whether copies have durations; otherwise they have windows."""
     measured: Optional[Lane]
     peak_bytes: tuple[int, ...]
+
+    @property
+    def unit(self) -> Literal["ms", "marks"]:
+        """Unit of all times."""
+        return "ms" if self.is_predicted else "marks"
 
     @cached_property
     def compute(self) -> tuple[Bar, ...]:
@@ -95,9 +90,8 @@ class Iteration:
         names = QUEUE_NAMES
         if not self.is_predicted:
             out, back = self._windows(ActionKind.D2H), self._windows(ActionKind.H2D)
-            compute = self.measured or Lane(names[Queue.COMPUTE], self.compute)
             return (
-                replace(compute, name=names[Queue.COMPUTE]),
+                Lane(names[Queue.COMPUTE], self.compute),
                 Lane(names[Queue.D2H], out, are_windows=True),
                 Lane(names[Queue.H2D], back, are_windows=True),
             )
@@ -119,20 +113,8 @@ class Iteration:
         return max([*ends, 1e-6])
 
     @cached_property
-    def passes(self) -> tuple[Pass, ...]:
-        """The passes, in the order of the compute queue."""
-        found = []
-        for name, group in itertools.groupby(self.compute, _pass_of):
-            bars = list(group)
-            found.append(Pass(bars[0].start, bars[-1].end, name))
-        return tuple(found)
-
-    @cached_property
     def memory(self) -> dict[str, Sequence[int]]:
-        """Bytes from each step on, by curve.
-
-        Device memory without the plan, with it and as measured (if it was), host memory in use.
-        """
+        """Bytes from each step on: of the device by prediction and measurement, of the host."""
         device = device_memory(self.plan)
         curves = {
             "without": device.without_plan,
@@ -142,7 +124,7 @@ class Iteration:
         }
         return {name: values for name, values in curves.items() if values}
 
-    @cached_property
+    @property
     def colours(self) -> dict[str, int]:
         """Each module's colour, in the order in which forward first reaches modules."""
         return {name: index % NUM_COLOURS for index, name in enumerate(self.plan.trace.names)}
@@ -174,8 +156,7 @@ class Iteration:
 def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
     """Return a rank's iteration from its plan and measurements.
 
-    A trace without times is drawn with the rank's measured times, or with evenly spaced marks;
-    copies are then drawn as windows derived from the plan.
+    A trace without times is drawn with evenly spaced marks, and copies as windows.
 
     Args:
         plan: The rank's plan.
@@ -187,26 +168,26 @@ def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
     measured = _measured(plan, rank.step_ms, rank.step_stall_ms) if is_measured else None
     peak_bytes = tuple(rank.step_peak_bytes if len(rank.step_peak_bytes) == num_steps else ())
     if trace.is_timed:
-        return Iteration(plan, simulate(plan), "ms", True, measured, peak_bytes)
-    step_ms = (1.0,) * num_steps
-    if is_measured:
-        step_ms = tuple(map(float.__add__, rank.step_ms, rank.step_stall_ms))
-    spread = replace(
+        return Iteration(plan, simulate(plan), True, measured, peak_bytes)
+    evenly = replace(
         trace,
-        step_ms=step_ms,
+        step_ms=(1.0,) * num_steps,
         bandwidth=Bandwidth(*[AT_ONCE_GB_PER_S] * 4),
         ms_per_moved_group=0.0,
         ms_per_moved_gb=0.0,
     )
-    simulation = simulate(replace(plan, trace=spread))
-    unit: Literal["ms", "marks"] = "ms" if is_measured else "marks"
-    return Iteration(plan, simulation, unit, False, measured, peak_bytes)
+    return Iteration(plan, simulate(replace(plan, trace=evenly)), False, None, peak_bytes)
 
 
-def _pass_of(bar: Bar) -> str:
-    """Return the name of the pass that computation belongs to: F or B and its number."""
-    is_backward = bar.cause.kind in KINDS_OF_BACKWARD
-    return f"{'B' if is_backward else 'F'}{bar.cause.key.chunk_pass}"
+def _passes(iteration: Iteration) -> Iterator[dict[str, Any]]:
+    """Yield the forward and the backward of each micro-batch through a chunk, such as F0 or B0."""
+    for (is_backward, number), run in itertools.groupby(
+        iteration.compute,
+        lambda bar: (bar.cause.kind in KINDS_OF_BACKWARD, bar.cause.key.chunk_pass),
+    ):
+        bars = list(run)
+        name = f"{'B' if is_backward else 'F'}{number}"
+        yield {"start": bars[0].start, "end": bars[-1].end, "name": name}
 
 
 def _measured(plan: Plan, step_ms: Sequence[float], stall_ms: Sequence[float]) -> Lane:
@@ -258,7 +239,7 @@ def figures(iteration: Iteration) -> dict[str, Any]:
         "betweenGroups": [kinds.index(kind.value) for kind in KINDS_BETWEEN_GROUPS],
         "owners": [f"{key}.{name}" for key, name in named.items()],
         "colours": [iteration.colours.get(name, 0) for name in named.values()],
-        "passes": [item._asdict() for item in iteration.passes],
+        "passes": list(_passes(iteration)),
         "lanes": [
             {
                 "name": lane.name,

@@ -350,22 +350,21 @@ class Groups {
     this.body = section.querySelector("tbody");
     this.rows = [...this.body.rows];
     this.heads = [...section.querySelectorAll("thead th")];
-    this.filters = [...section.querySelectorAll("select")];
-    this.more = section.querySelector(".more");
-    section.querySelector(".tools").hidden = false;
     this.heads.forEach((head, place) => {
       const button = Object.assign(document.createElement("button"), { type: "button", textContent: head.textContent });
       button.addEventListener("click", () => this.sort(place));
       head.replaceChildren(button);
     });
-    for (const filter of this.filters) filter.addEventListener("change", () => this.filter(false));
-    this.more.addEventListener("click", () => this.filter(true));
     this.body.addEventListener("click", (event) => {
       if (!event.target.closest("a")) return;
       event.preventDefault();
       charts.showGroup(this.rows.indexOf(event.target.closest("tr")));
     });
-    this.filter(false);
+    // A long table shows its first rows; the others are shown on demand because their layout is slow.
+    const more = section.querySelector(".more");
+    more.hidden = this.rows.length <= SHORT_ROWS;
+    this.body.classList.toggle("short", !more.hidden);
+    more.addEventListener("click", () => { more.hidden = true; this.body.classList.remove("short"); });
   }
 
   sort(place) {
@@ -381,18 +380,6 @@ class Groups {
     keyed.sort(([a], [b]) => !isNumber ? sign * a.localeCompare(b)
       : a === "" || b === "" ? (a === "") - (b === "") : sign * (a - b));
     this.body.replaceChildren(...keyed.map(([, row]) => row));
-  }
-
-  // A long table shows its first rows; the others are shown on demand because their layout is slow.
-  filter(isWhole) {
-    const [module, state] = this.filters.map((filter) => filter.value);
-    for (const row of this.rows) {
-      row.hidden = Boolean((state && !row.classList.contains(state)) || (module && row.cells[1].textContent !== module));
-    }
-    this.body.classList.toggle("short", !isWhole);
-    const all = this.rows.length, shown = this.rows.filter((row) => !row.hidden).length;
-    this.section.querySelector(".count").textContent = `${shown === all ? "" : `${shown} of `}${all} groups`;
-    this.more.hidden = isWhole || shown <= SHORT_ROWS;
   }
 }
 

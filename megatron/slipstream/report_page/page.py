@@ -37,14 +37,12 @@ from megatron.slipstream.report_page.groups import GroupTable, group_table
 from megatron.slipstream.report_page.iteration import Iteration, figures, iteration_of
 from megatron.slipstream.report_page.summary import (
     cards,
-    differing_rows,
     name_ranks,
-    rank_differences,
     rank_table,
 )
 
 MAX_SHOWN = 8
-"""Number of findings shown, the rest being collapsed; of details of each, and of differences."""
+"""Number of findings shown, the rest being collapsed; of details of each."""
 
 
 class _RankView(NamedTuple):
@@ -89,10 +87,7 @@ def render_page(
         rank_heads=heads,
         layer_heads=HEADS,
         stages=stages,
-        differences=rank_differences(report),
         ranks=[_view(rank, (plans or {}).get(rank.rank)) for rank in report.ranks],
-        settings=differing_rows(report, lambda rank: rank.settings),
-        environment=differing_rows(report, lambda rank: rank.environment),
     )
 
 

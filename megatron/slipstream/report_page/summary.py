@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The top of the page: memory saved, time, and differences between ranks."""
+"""The top of the page: memory saved, time, and the figures of ranks side by side."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.slipstream.fine_grained_activation_offload.report import (
     RankReport,
@@ -35,14 +35,6 @@ class RankCell(NamedTuple):
     remark: str
     """The difference from the other ranks, if any."""
     is_above: bool
-
-
-class Row(NamedTuple):
-    """An option or a version: one value, or several if ranks differ."""
-
-    name: str
-    values: list[tuple[str, str]]
-    """Ranks, and their common value."""
 
 
 class Peaks(NamedTuple):
@@ -218,52 +210,12 @@ def rank_table(report: Report) -> tuple[list[str], list[Stage]]:
     return [column.title for column in columns], stages
 
 
-def rank_differences(report: Report) -> list[str]:
-    """Return a line for each set of ranks that differ from the median, naming the columns."""
-    heads, stages = rank_table(report)
-    rows = sorted(row for stage in stages for row in stage.rows)
-    found: dict[tuple[str, str], list[str]] = {}
-    for place, head in enumerate(heads):
-        for is_above, side in ((True, "above"), (False, "below")):
-            cells = [(rank, cells[place]) for rank, cells in rows]
-            far = [rank for rank, c in cells if c.remark and c.is_above is is_above]
-            if far:
-                found.setdefault((name_ranks(far), side), []).append(head.lower())
-    return [
-        f"{ranks} {side} the median: {', '.join(heads)}" for (ranks, side), heads in found.items()
-    ]
-
-
 def _rank_cell(column: _RankColumn, rank: RankReport, median: float) -> RankCell:
     value, remark = column.value(rank), ""
     if abs(value - median) > DIFFERS_BY * abs(median):
         whose = " of the stage" if column.is_by_stage else ""
         remark = f"the median{whose} is {column.show(median)}"
     return RankCell(column.show(value) if value else NOT_KNOWN, remark, value > median)
-
-
-# Configuration.
-
-
-def differing_rows(report: Report, of_rank: Callable[[RankReport], dict[str, Any]]) -> list[Row]:
-    """Return a row for each name that any rank has, with one value if the ranks agree."""
-    names = dict.fromkeys(name for rank in report.ranks for name in of_rank(rank))
-    rows = []
-    for name in names:
-        ranks_of: dict[str, list[int]] = {}
-        for rank in report.ranks:
-            ranks_of.setdefault(_plain(of_rank(rank).get(name)), []).append(rank.rank)
-        whose = [(name_ranks(ranks), value) for value, ranks in ranks_of.items()]
-        rows.append(Row(name, whose))
-    return rows
-
-
-def _plain(value: Any) -> str:
-    if value is None:
-        return NOT_KNOWN
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return str(value)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

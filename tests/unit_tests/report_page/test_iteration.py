@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -104,23 +105,12 @@ def test_without_times_marks_are_evenly_spread_and_copies_have_windows() -> None
         assert bar.cause.kind is ActionKind.H2D
 
 
-def test_measured_times_lay_out_a_trace_without_its_own() -> None:
-    run = make_run(make_trace(is_timed=False))
-    num_steps = len(run.plan.trace.steps)
-    rank = replace(run.rank, step_ms=[2.0] * num_steps, step_stall_ms=[0.5] * num_steps)
-    shown = iteration_of(run.plan, rank)
-    assert shown.unit == "ms"
-    assert shown.step_starts == pytest.approx([2.5 * step for step in range(num_steps)])
-    assert [lane.name for lane in shown.lanes] == ["compute", "D2H", "H2D"]
-    assert len(shown.lanes[0].waits) == num_steps
-
-
 def test_passes_cover_compute_in_order_and_have_the_names_of_pictures() -> None:
     shown = iteration(is_measured=False)
-    assert [item.name for item in shown.passes] == ["F0", "F1", "B0", "B1"]
-    assert shown.passes[0].start == 0
-    ends = [item.end for item in shown.passes]
-    assert all(end <= after.start for end, after in zip(ends, shown.passes[1:], strict=False))
+    passes = figures(shown)["passes"]
+    assert [item["name"] for item in passes] == ["F0", "F1", "B0", "B1"]
+    assert passes[0]["start"] == 0
+    assert all(one["end"] <= after["start"] for one, after in itertools.pairwise(passes))
 
 
 def test_nothing_lies_behind_the_end() -> None:
@@ -247,14 +237,6 @@ def test_lateness_is_told_apart_by_direction_and_by_source() -> None:
     assert rows[str(trace.steps[use].key)]["Stalled"] == "7.500"
     assert rows[late]["Late starts"] == "3"
     assert [row["Late starts"] for row in rows.values()].count("") == len(rows) - 1
-    groups = group_table(shown, rank)
-    marked = {
-        str(group.key)
-        for group, state in zip(run.plan.groups, groups.states, strict=True)
-        if state.endswith(" waits")
-    }
-    columns = ("Offload late", "Reload late", "Stalled", "Late starts")
-    assert marked == {key for key, row in rows.items() if any(row.get(c) for c in columns)}
 
 
 def test_columns_that_no_group_fills_are_left_out() -> None:

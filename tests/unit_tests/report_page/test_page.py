@@ -149,7 +149,7 @@ def test_what_a_user_wants_to_see_at_once_is_on_top(two_ranks: str) -> None:
     places = [text.index(word) for word in order]
     assert places == sorted(places)
     assert "The iteration takes longer than planned" in text
-    assert "rank 3 above the median: step time" in text
+    assert re.search(r"ms ▲ , the median is [\d.]+ ms", text)
 
 
 def test_layers_are_shown_by_kind_and_setting() -> None:
@@ -261,8 +261,8 @@ def test_all_groups_are_in_the_page_and_numbers_have_what_they_are_sorted_by() -
     run = make_run(make_trace(num_layers=16, num_micro_batches=4))
     text = render_page(run.report, {0: run.plan})
     page = Page(text)
-    (body,) = re.findall(r"<tbody>\s*<tr class=\"[a-z ]*\">(.*?)</tbody>", text, re.DOTALL)
-    rows = [re.findall(r"<td([^>]*)>(.*?)</td>", row, re.DOTALL) for row in body.split("<tr")]
+    (body,) = re.findall(r'class="sortable.*?<tbody>\s*<tr>(.*?)</tbody>', text, re.DOTALL)
+    rows = [re.findall(r"<td([^>]*)>(.*?)</td>", row, re.DOTALL) for row in body.split("<tr>")]
     groups = [str(group.key) for group in run.plan.groups]
     assert len(groups) == 128
     assert [re.sub(r"<[^>]*>", "", row[0][1]) for row in rows] == groups

@@ -80,11 +80,6 @@ def click(page: BrowserPage, name: str) -> None:
     page.click(f"inRank('button').find({named})")
 
 
-def choose(page: BrowserPage, name: str, value: str) -> None:
-    chosen = f"Object.assign(inRank('[data-filter={name}]')[0], {{value: '{value}'}})"
-    page.get(f"{chosen}.dispatchEvent(new Event('change'))")
-
-
 def column(page: BrowserPage, title: str) -> list[str]:
     """The texts of the rows that are displayed."""
     place = texts(page, ".sortable th").index(title)
@@ -137,7 +132,7 @@ def test_the_script_shows_the_rows_that_the_page_has_without_it(opened: Open) ->
     run = slow_run()
     with_script, without = opened(run), opened(run, runs_script=False)
     for page, is_hidden in ((with_script, False), (without, True)):
-        assert page.get("inRank('.tools').map((e) => e.hidden)") == [is_hidden] * 2
+        assert page.get("inRank('.tools').map((e) => e.hidden)") == [is_hidden]
     rows = texts(without, ".sortable tbody tr")
     assert len(rows) == len(run.plan.groups)
     assert texts(with_script, ".sortable tbody tr") == rows
@@ -182,23 +177,6 @@ def test_columns_of_text_sort_and_one_column_is_sorted_at_a_time(opened: Open) -
     assert texts(page, "th[aria-sort]") == ["Module"]
 
 
-def test_groups_are_chosen_by_module_and_by_what_happens(opened: Open) -> None:
-    run = slow_run()
-    page, num_groups = opened(run), len(run.plan.groups)
-    states = group_table(iteration(run), run.rank).states
-    for choice, expected in (
-        ("moves", sum(group.moves for group in run.plan.groups)),
-        ("stays", sum(not group.moves for group in run.plan.groups)),
-        ("waits", sum("waits" in state for state in states)),
-    ):
-        choose(page, "state", choice)
-        assert len(column(page, "Group")) == expected > 0
-        assert texts(page, ".count") == [f"{expected} of {num_groups} groups"]
-    choose(page, "state", "")
-    choose(page, "module", "moe_act")
-    assert set(column(page, "Module")) == {"moe_act"}
-
-
 def test_a_long_table_is_shown_whole_on_demand(opened: Open) -> None:
     run = make_run(make_trace(num_layers=25, num_micro_batches=8))
     page = opened(run)
@@ -207,9 +185,11 @@ def test_a_long_table_is_shown_whole_on_demand(opened: Open) -> None:
     click(page, "Show all")
     assert len(column(page, "Group")) == 400
     assert page.get("inRank('.more')[0].hidden")
-    choose(page, "module", "moe_act")
-    assert len(column(page, "Group")) == 200
-    assert page.get("inRank('.more')[0].hidden"), "200 rows are not long"
+    click(page, "Bytes")
+    assert len(column(page, "Group")) == 400
+    short = opened(make_run(make_trace(num_layers=25, num_micro_batches=4)))
+    assert len(column(short, "Group")) == 200
+    assert short.get("inRank('.more')[0].hidden"), "200 rows are not long"
 
 
 BAR = re.compile(r"M(\S+) (\S+)H(\S+)v(\S+)H\S+z")
