@@ -9,13 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.slipstream.doctor.facts import Facts, Gpu
+from megatron.slipstream.doctor.facts import Gpu, MachineFacts
 from megatron.slipstream.options import preflight
 from megatron.slipstream.plan.trace import Bandwidth
 
 GIB = 1 << 30
 
-PROCESS = preflight.Facts(
+PROCESS = preflight.ProcessFacts(
     python="3.12.4",
     torch="2.11.0+cu130",
     megatron_core="0.19.2",
@@ -42,7 +42,7 @@ def gpu(number: int, node: int) -> Gpu:
     return Gpu(number, "NVIDIA H200", 140 * GIB, node, Bandwidth(55.4, 55.6, 50.8, 50.8))
 
 
-HEALTHY = Facts(
+HEALTHY = MachineFacts(
     process=PROCESS,
     environment={"LOCAL_WORLD_SIZE": "2", "TORCH_EXTENSIONS_DIR": "/not/there"},
     torch_cuda="13.0",
@@ -55,22 +55,22 @@ HEALTHY = Facts(
 """Two H200, one on each node."""
 
 
-def facts(process: dict[str, Any] | None = None, **changes: Any) -> Facts:
-    """The healthy machine with other facts; ``process`` changes its :class:`preflight.Facts`."""
+def facts(process: dict[str, Any] | None = None, **changes: Any) -> MachineFacts:
+    """The healthy machine with other facts; ``process`` changes its process."""
     return replace(HEALTHY, process=replace(PROCESS, **(process or {})), **changes)
 
 
-def environment(machine: Facts = HEALTHY, **variables: str) -> Facts:
+def environment(machine: MachineFacts = HEALTHY, **variables: str) -> MachineFacts:
     """A machine with additional variables."""
     return replace(machine, environment={**machine.environment, **variables})
 
 
-def first_gpu(**changes: Any) -> Facts:
+def first_gpu(**changes: Any) -> MachineFacts:
     """The healthy machine with another first GPU."""
     return replace(HEALTHY, gpus=(gpu(0, 0)._replace(**changes), HEALTHY.gpus[1]))
 
 
-def training(machine: Facts = HEALTHY, **options: Any) -> Facts:
+def training(machine: MachineFacts = HEALTHY, **options: Any) -> MachineFacts:
     """A machine with the flags of a training that offloads and has these options too."""
     from megatron.slipstream.integration.entry.dry_run import Checked
 

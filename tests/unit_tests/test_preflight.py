@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from megatron.slipstream.options import preflight
-from megatron.slipstream.options.preflight import Facts, check_graphs, check_process, is_installed
+from megatron.slipstream.options.preflight import (
+    ProcessFacts,
+    check_graphs,
+    check_process,
+    is_installed,
+)
 from megatron.slipstream.options.rules import Finding, Rule, require
 
 
@@ -107,7 +112,7 @@ def test_whatever_keeps_transformer_engine_from_importing_is_told(
 def test_a_switch_is_called_late_only_if_it_is_set(
     environment: str | None, shown: str, is_late: bool
 ) -> None:
-    facts = Facts("3.12", None, None, "2.20", None, False, environment, None, True)
+    facts = ProcessFacts("3.12", None, None, "2.20", None, False, environment, None, True)
     (finding,) = check_process(facts, offloading=True)
     assert finding.message.startswith(f"NVTE_CPU_OFFLOAD_V1{shown} is not supported")
     assert ("after Transformer Engine was imported" in finding.message) == is_late
@@ -125,7 +130,7 @@ def test_a_switch_is_called_late_only_if_it_is_set(
     ],
 )
 def test_graphs_need_newer_versions(torch: str, te: str | None, wrong: list[str]) -> None:
-    facts = Facts("3.12", torch, None, te, None, True, "1", None, True)
+    facts = ProcessFacts("3.12", torch, None, te, None, True, "1", None, True)
     findings = check_graphs(facts)
     assert [finding.severity for finding in findings] == ["error"] * len(wrong)
     for finding, version in zip(findings, wrong, strict=True):

@@ -14,7 +14,7 @@ from typing import NamedTuple, Optional
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from megatron.slipstream.doctor.facts import Facts
+from megatron.slipstream.doctor.facts import MachineFacts
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.host_memory import HOST_MEMORY_SHARE, host_memory_share_bytes
 from megatron.slipstream.options.rules import Finding, Severity
@@ -41,7 +41,7 @@ class Findings(list[Finding]):
         return "unknown"
 
 
-Look = Callable[[Facts, Findings], str]
+Look = Callable[[MachineFacts, Findings], str]
 """Adds findings, and returns what to show next to the check's label: one line per item."""
 
 
@@ -81,7 +81,7 @@ def _check(topic: str, label: str, prevents: str) -> Callable[[Look], Look]:
     return add
 
 
-def examine(facts: Facts) -> list[Row]:
+def examine(facts: MachineFacts) -> list[Row]:
     """Run every check."""
     rows = []
     for check in CHECKS:
@@ -121,7 +121,7 @@ def _version(name: str, found: Optional[str], findings: Findings) -> str:
 
 
 @_check("Versions", "torch", "training does not start")
-def _torch(facts: Facts, findings: Findings) -> str:
+def _torch(facts: MachineFacts, findings: Findings) -> str:
     if facts.torch_error is None:
         return _version("torch", facts.process.torch, findings)
     findings.error(
@@ -133,7 +133,7 @@ def _torch(facts: Facts, findings: Findings) -> str:
 
 
 @_check("Versions", "megatron-core", "an import or a patch of megatron-core fails")
-def _megatron(facts: Facts, findings: Findings) -> str:
+def _megatron(facts: MachineFacts, findings: Findings) -> str:
     return _version("megatron-core", facts.process.megatron_core, findings)
 
 
@@ -142,7 +142,7 @@ def _megatron(facts: Facts, findings: Findings) -> str:
     "Transformer Engine",
     "megatron-core does not import, or offloads nothing on a GPU",
 )
-def _transformer_engine(facts: Facts, findings: Findings) -> str:
+def _transformer_engine(facts: MachineFacts, findings: Findings) -> str:
     found = facts.process.transformer_engine
     if found is not None:
         findings += preflight.check_transformer_engine(facts.process)
@@ -160,7 +160,7 @@ def _transformer_engine(facts: Facts, findings: Findings) -> str:
 @_check(
     "Versions", "Compiled extensions", "training waits indefinitely for the lock of a killed build"
 )
-def _extensions(facts: Facts, findings: Findings) -> str:
+def _extensions(facts: MachineFacts, findings: Findings) -> str:
     # Unlike Path.home(), this is no error for a user without a home directory.
     caches = facts.environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(facts.environment.get("TORCH_EXTENSIONS_DIR") or f"{caches}/torch_extensions")
@@ -180,7 +180,7 @@ def _extensions(facts: Facts, findings: Findings) -> str:
 
 
 @_check("Versions", "Engine in C++", "each group takes the host several times as long")
-def _native(facts: Facts, findings: Findings) -> str:
+def _native(facts: MachineFacts, findings: Findings) -> str:
     if not facts.has_torch:
         return findings.unknown("torch has to work first")
     from megatron.slipstream.fine_grained_activation_offload.native import build
@@ -198,7 +198,7 @@ def _native(facts: Facts, findings: Findings) -> str:
 
 
 @_check("Versions", "Run-time patches", "`install()` ends with an error")
-def _patches(facts: Facts, findings: Findings) -> str:
+def _patches(facts: MachineFacts, findings: Findings) -> str:
     if not facts.has_megatron:
         return findings.unknown("torch and megatron-core must be importable")
     moved = [problem for problem in facts.patches.values() if problem is not None]
@@ -232,7 +232,7 @@ def _shown(variables: dict[str, Optional[str]]) -> str:
     preflight.TE_SWITCH,
     "Transformer Engine offloads weights as well; training refuses to start",
 )
-def _switch(facts: Facts, findings: Findings) -> str:
+def _switch(facts: MachineFacts, findings: Findings) -> str:
     process = facts.process
     if process.transformer_engine is None:
         return "no Transformer Engine"
@@ -251,7 +251,7 @@ def _switch(facts: Facts, findings: Findings) -> str:
     "NCCL in CUDA graphs",
     "illegal memory accesses, or a deadlock, in captured collectives",
 )
-def _nccl(facts: Facts, findings: Findings) -> str:
+def _nccl(facts: MachineFacts, findings: Findings) -> str:
     names = (*ALLOCATORS, "NCCL_GRAPH_REGISTER", "NCCL_GRAPH_MIXING_SUPPORT")
     found = {name: facts.environment.get(name) for name in names}
     for name, unnoticed in ALLOCATORS.items():
@@ -278,7 +278,7 @@ def _nccl(facts: Facts, findings: Findings) -> str:
 
 
 @_check("Environment variables", "Debugging switches", "copies do not overlap with compute")
-def _debugging(facts: Facts, findings: Findings) -> str:
+def _debugging(facts: MachineFacts, findings: Findings) -> str:
     found = {name: facts.environment.get(name) for name in DEBUGGING}
     for name, value in found.items():
         if value not in (None, "", "0"):
@@ -296,7 +296,7 @@ FAR_BELOW_OTHERS = 0.7
 
 
 @_check("GPUs", "GPUs", "training runs on the CPU")
-def _gpus(facts: Facts, findings: Findings) -> str:
+def _gpus(facts: MachineFacts, findings: Findings) -> str:
     if not facts.gpus and facts.driver is None:
         message = "this machine has no GPU: training runs on the CPU, for tests only, with "
         message += "simulated device memory"
@@ -320,7 +320,7 @@ def _gpus(facts: Facts, findings: Findings) -> str:
 
 
 @_check("GPUs", "Copies", "compute waits for copies")
-def _copies(facts: Facts, findings: Findings) -> str:
+def _copies(facts: MachineFacts, findings: Findings) -> str:
     if not facts.gpus:
         return "no GPU"
     if not facts.measures:
@@ -358,7 +358,7 @@ def _copies(facts: Facts, findings: Findings) -> str:
 
 
 @_check("GPUs", "CPU affinity", "copies cross the link between sockets")
-def _affinity(facts: Facts, findings: Findings) -> str:
+def _affinity(facts: MachineFacts, findings: Findings) -> str:
     rank = facts.environment.get("LOCAL_RANK", "")
     is_rank = rank.isdigit() and int(rank) < len(facts.gpus)
     cpus = format_numbers(facts.cpus)
@@ -391,7 +391,7 @@ def format_numbers(numbers: Iterable[int]) -> str:
     "Affinity tools",
     "megatron-core's training loop raises an error if activations are offloaded",
 )
-def _tools(facts: Facts, findings: Findings) -> str:
+def _tools(facts: MachineFacts, findings: Findings) -> str:
     if facts.process.affinity_tools:
         return "cuda-python and pynvml"
     if facts.gpus:
@@ -413,7 +413,7 @@ LAUNCHERS = ("SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Variables of launchers for the number of processes on this host."""
 
 
-def ranks_per_host(facts: Facts) -> tuple[int, str]:
+def ranks_per_host(facts: MachineFacts) -> tuple[int, str]:
     """Return the number of processes on this host, and where it comes from."""
     if facts.ranks_per_host is not None:
         return facts.ranks_per_host, "--ranks-per-host"
@@ -428,7 +428,7 @@ def ranks_per_host(facts: Facts) -> tuple[int, str]:
 
 
 @_check("Host memory", "Ranks per host", "ranks pin more than the host has, and the job is killed")
-def _ranks(facts: Facts, findings: Findings) -> str:
+def _ranks(facts: MachineFacts, findings: Findings) -> str:
     for name in LAUNCHERS:
         number = facts.environment.get(name, "1")
         if number != "1" and "LOCAL_WORLD_SIZE" not in facts.environment:
@@ -442,7 +442,7 @@ def _ranks(facts: Facts, findings: Findings) -> str:
 
 
 @_check("Host memory", "May be pinned", "activations stay on the GPU, or the job is killed")
-def _share(facts: Facts, findings: Findings) -> str:
+def _share(facts: MachineFacts, findings: Findings) -> str:
     available, (ranks, _) = facts.process.available_memory_bytes, ranks_per_host(facts)
     if available is None:
         return findings.unknown("neither /proc/meminfo nor a control group reports any")
@@ -475,7 +475,7 @@ def _share(facts: Facts, findings: Findings) -> str:
     "Flags",
     "training stops at the first wrong flag; the doctor finds all at once",
 )
-def _flags(facts: Facts, findings: Findings) -> str:
+def _flags(facts: MachineFacts, findings: Findings) -> str:
     command = facts.command
     if command is None and facts.words.flags:
         return findings.unknown("torch and megatron-core must be importable")

@@ -38,10 +38,10 @@ class Gpu(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     """The machine and this process."""
 
-    process: preflight.Facts
+    process: preflight.ProcessFacts
     environment: Mapping[str, str]
     ranks_per_host: Optional[int] = None
     """As the user gives it."""
@@ -101,7 +101,7 @@ def collect(
     measures: bool = True,
     words: Sequence[str] = (),
     root: Path = Path("/"),
-) -> Facts:
+) -> MachineFacts:
     """Collect the facts about the machine.
 
     Args:
@@ -118,7 +118,7 @@ def collect(
     gpus = _gpus_of_torch(torch, root) if torch is not None and torch.cuda.is_available() else ()
     if measures and gpus:
         gpus = _measured(gpus, nodes, cpus)
-    facts = Facts(
+    facts = MachineFacts(
         process,
         environment,
         ranks_per_host,

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 DEFAULTS: Mapping[str, Any] = {
@@ -36,6 +36,51 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Values of options that a release or a source of facts lacks; of all others None."""
 
+NAMES: Set[str] = DEFAULTS.keys() | set(
+    """
+    activation_func_fp8_input_store activation_memory_budget add_bias_linear attention_dropout
+    attention_output_gate bf16 calculate_per_token_loss capability ckpt_format cp_comm_type
+    cpu_offloading cpu_offloading_num_layers data_parallel_size data_path
+    dataloader_defer_npy_index_mmap dataloader_fast_cache_load dataloader_inter_document_masking
+    dataloader_type decrease_batch_size_if_needed defer_embedding_wgrad_compute
+    delay_offload_until_cuda_graph delay_wgrad_compute distribute_saved_activations
+    dynamic_context_parallel dynamic_context_parallel_verify enable_cuda_graph end_weight_decay
+    eval_before_training eval_interval eval_iters eval_micro_batch_size
+    experimental_attention_variant expert_gtp_weight_remat_size external_cuda_graph
+    fine_grained_activation_offloading fine_grained_offloading_max_inflight_offloads fp16
+    fp32_residual_connection fp4 fp4_param_gather fp8 fp8_dot_product_attention
+    fp8_multi_head_attention fp8_output_proj fp8_param_gather freeze_all_layers full_validation
+    fused_residual_rmsnorm has_gpt_builder heterogeneous_layers_config_encoded_json
+    heterogeneous_layers_config_path hidden_dropout hidden_size
+    hierarchical_context_parallel_sizes hybrid_context_parallel hybrid_layer_pattern load
+    log_interval logits_load_dir lr lr_decay_iters lr_decay_samples lr_decay_style
+    lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters
+    lr_wsd_decay_samples max_dynamic_context_parallel_size max_position_embeddings min_lr
+    mock_data models_pass_their_rank moe_apply_probs_on_input moe_expert_capacity_factor
+    moe_expert_rank_capacity_factor moe_ffn_hidden_size moe_grouped_gemm moe_input_jitter_eps
+    moe_latent_size moe_layer_freq moe_pad_expert_input_to_capacity moe_paged_stash
+    moe_router_padding_for_quantization moe_shared_expert_intermediate_size
+    moe_shared_expert_overlap moe_sync_free_capacity_factor moe_sync_free_experts mtp_num_layers
+    multi_latent_attention num_distributed_optimizer_instances num_experts num_layers
+    num_moe_experts offload_backend offload_checkpoint_inputs offload_host_memory_limit_bytes
+    offload_max_overhead_percent offload_modules offload_native offload_nvtx_ranges
+    offload_prefetch_depth offload_release_lag offload_report_path offload_target_memory_gib
+    offload_trace_path offload_verify optimizer optimizer_cuda_graph output_interval
+    overlap_dispatch_backward_with_experts_wgrad overlap_moe_expert_parallel_comm
+    override_opt_param_scheduler perform_rl_step pipeline_model_parallel_layout
+    position_embedding_type qk_l2_norm quant_recipe rampup_batch_size recompute_granularity
+    recompute_modules release reset_attention_mask reset_position_ids save seq_length
+    sequence_packing sequence_parallel sft skip_train spec start_weight_decay state_gib
+    step_batch_size_schedule thd_max_packed_sequences thd_max_tokens tp_comm_overlap train_iters
+    train_samples transformer_impl use_checkpoint_opt_param_scheduler
+    use_fused_weighted_squared_relu use_grouped_gemm_for_dense_mlp
+    use_grouped_gemm_for_shared_expert use_kitchen_attention use_megatron_fsdp use_mup
+    use_te_activation_func use_torch_fsdp2 use_transformer_engine_op_fuser variable_seq_lengths
+    vocab_size weight_decay
+    """.split()
+)
+"""All facts that rules read: options, and what is known of the machine and the release."""
+
 _OTHER_NAMES = {
     "fp8_param": "fp8_param_gather",
     "num_experts": "num_moe_experts",
@@ -52,7 +97,8 @@ class Facts:
 
     An option has the name of its flag or of its field in ``TransformerConfig``, whichever the
     source has; members of enums are their names. An option that the source lacks has its value in
-    :data:`DEFAULTS`, else None.
+    :data:`DEFAULTS`, else None. A name that is not in :data:`NAMES` is an ``AttributeError``, so
+    that a rule with a misspelt name fails instead of never speaking.
 
     Args:
         sources: Objects with options as attributes, or mappings; later ones win.
@@ -71,7 +117,8 @@ class Facts:
             given["cuda_graph_impl"] = "none"
         if "cpu_offloading" not in given and "cpu_offloading_num_layers" in given:
             given["cpu_offloading"] = (given["cpu_offloading_num_layers"] or 0) > 0
-        vars(self).update((name, _plain(value)) for name, value in given.items())
+        known = NAMES & given.keys()
+        vars(self).update((name, _plain(given[name])) for name in known)
 
     @classmethod
     def of(cls, options: object, **more: Any) -> Facts:
@@ -81,8 +128,8 @@ class Facts:
         return cls(options, **more)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name not in NAMES:
+            raise AttributeError(f"{name!r} is no fact that rules read; add it to NAMES")
         return DEFAULTS.get(name)
 
     def __getitem__(self, name: str) -> Any:
@@ -90,7 +137,7 @@ class Facts:
 
     def lacks(self, option: str) -> bool:
         """Whether the source has the option, and it is off."""
-        return option in vars(self) and not vars(self)[option]
+        return not self[option] and option in vars(self)
 
     def fill(self, text: str) -> str:
         """Return a format string over options with their values."""

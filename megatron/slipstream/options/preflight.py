@@ -27,7 +27,7 @@ _TE_SWITCH_HOME = "transformer_engine.pytorch.cpu_offload"
 
 
 @dataclass(frozen=True)
-class Facts:
+class ProcessFacts:
     """Result of :func:`collect`. Versions are None for packages that are not installed."""
 
     python: str
@@ -53,10 +53,10 @@ class Facts:
     installed."""
 
 
-def collect() -> Facts:
+def collect() -> ProcessFacts:
     """Collect the facts of this process. Imports Transformer Engine if installed."""
     switch, error = _transformer_engine_switch()
-    return Facts(
+    return ProcessFacts(
         python=platform.python_version(),
         torch=installed_version("torch"),
         megatron_core=installed_version("megatron-core"),
@@ -100,7 +100,7 @@ TOO_OLD_FOR_PACKS = Rule(
 )
 
 
-def check_process(facts: Facts, offloading: bool) -> list[Finding]:
+def check_process(facts: ProcessFacts, offloading: bool) -> list[Finding]:
     """Check the process.
 
     Args:
@@ -111,14 +111,14 @@ def check_process(facts: Facts, offloading: bool) -> list[Finding]:
     return findings + check_switch(facts) if offloading else findings
 
 
-def check_transformer_engine(facts: Facts) -> list[Finding]:
+def check_transformer_engine(facts: ProcessFacts) -> list[Finding]:
     """Check that an installed Transformer Engine imports."""
     if facts.te_import_error is None:
         return []
     return [TE_BROKEN.found(error=facts.te_import_error)]
 
 
-def check_switch(facts: Facts) -> list[Finding]:
+def check_switch(facts: ProcessFacts) -> list[Finding]:
     """Check the value of the switch that Transformer Engine read."""
     if facts.te_offload_v1 is not False:
         return []
@@ -127,7 +127,7 @@ def check_switch(facts: Facts) -> list[Finding]:
     return [TE_SWITCH_OFF.found(value=" (not set)" if value is None else f"={value}", late=late)]
 
 
-def check_graphs(facts: Facts) -> list[Finding]:
+def check_graphs(facts: ProcessFacts) -> list[Finding]:
     """Check package versions for moving activations inside Transformer Engine's CUDA graphs.
 
     Args:
@@ -148,7 +148,7 @@ def check_graphs(facts: Facts) -> list[Finding]:
     ]
 
 
-def check_packed_graphs(facts: Facts) -> list[Finding]:
+def check_packed_graphs(facts: ProcessFacts) -> list[Finding]:
     """Check package versions for packed sequences inside Transformer Engine's CUDA graphs.
 
     Args:

@@ -16,24 +16,24 @@ from megatron.slipstream.options.rules import (
 )
 
 
-def _is_by_samples(args: Any) -> bool:
-    return not args.train_iters and bool(args.train_samples)
+def _is_by_samples(facts: Any) -> bool:
+    return not facts.train_iters and bool(facts.train_samples)
 
 
-def _is_by_iterations(args: Any) -> bool:
-    return bool(args.train_iters)
+def _is_by_iterations(facts: Any) -> bool:
+    return bool(facts.train_iters)
 
 
-def _decay_iters(args: Any) -> int:
-    return int(args.train_iters if args.lr_decay_iters is None else args.lr_decay_iters)
+def _decay_iters(facts: Any) -> int:
+    return int(facts.train_iters if facts.lr_decay_iters is None else facts.lr_decay_iters)
 
 
-def _decay_samples(args: Any) -> int:
-    return int(args.train_samples if args.lr_decay_samples is None else args.lr_decay_samples)
+def _decay_samples(facts: Any) -> int:
+    return int(facts.train_samples if facts.lr_decay_samples is None else facts.lr_decay_samples)
 
 
-def _is_wsd(args: Any) -> bool:
-    return bool(args.lr_decay_style == "WSD")
+def _is_wsd(facts: Any) -> bool:
+    return bool(facts.lr_decay_style == "WSD")
 
 
 def _positive(value: Optional[float]) -> bool:

@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 
 from megatron.slipstream.doctor import checks
 from megatron.slipstream.doctor.checks import CHECKS, PACKAGES, SEVERITIES, Row, examine
-from megatron.slipstream.doctor.facts import Facts
+from megatron.slipstream.doctor.facts import MachineFacts
 from megatron.slipstream.estimate.training_command import Words
 from megatron.slipstream.fine_grained_activation_offload.native import build
 from megatron.slipstream.integration.entry.dry_run import Checked
@@ -48,10 +48,10 @@ class Case(NamedTuple):
 
     name: str
     severity: str
-    sick: Facts
+    sick: MachineFacts
     words: tuple[str, ...]
     """Of the message and the cure."""
-    healthy: tuple[Facts, ...] = ()
+    healthy: tuple[MachineFacts, ...] = ()
 
 
 CASES = (
@@ -255,7 +255,7 @@ CASES = (
 )
 
 
-def found(machine: Facts, name: str) -> list[Finding]:
+def found(machine: MachineFacts, name: str) -> list[Finding]:
     return [finding for row in examine(machine) for finding in row.findings if finding.rule == name]
 
 
@@ -375,14 +375,14 @@ def test_the_engine_in_cpp_is_compiled_will_be_or_cannot_be(
         (facts(environment={}, gpus=()), "1 (--ranks-per-host N changes it)"),
     ],
 )
-def test_how_many_ranks_share_the_memory(machine: Facts, ranks: str) -> None:
+def test_how_many_ranks_share_the_memory(machine: MachineFacts, ranks: str) -> None:
     assert shown(machine, "Ranks per host").value == ranks
 
 
 # What is shown
 
 
-def shown(machine: Facts, label: str) -> Row:
+def shown(machine: MachineFacts, label: str) -> Row:
     (row,) = (row for row in examine(machine) if row.label == label)
     return row
 
@@ -398,7 +398,7 @@ def shown(machine: Facts, label: str) -> Row:
         (facts({"available_memory_bytes": None}), "May be pinned", "neither"),
     ],
 )
-def test_a_skipped_check_is_a_note(machine: Facts, label: str, why: str) -> None:
+def test_a_skipped_check_is_a_note(machine: MachineFacts, label: str, why: str) -> None:
     row = shown(machine, label)
     assert (row.severity, row.value) == ("note", "unknown")
     assert row.findings[0].rule == "not-looked-at"
@@ -425,7 +425,7 @@ def test_a_skipped_check_is_a_note(machine: Facts, label: str, why: str) -> None
         (HEALTHY, "Flags", "none given (slipstream doctor -- FLAGS checks those of a training)"),
     ],
 )
-def test_a_check_shows_what_it_saw(machine: Facts, label: str, value: str) -> None:
+def test_a_check_shows_what_it_saw(machine: MachineFacts, label: str, value: str) -> None:
     assert shown(machine, label).value == value
 
 

@@ -19,7 +19,7 @@ from doctor_facts import HEALTHY, facts, first_gpu
 from megatron.slipstream.cli import main
 from megatron.slipstream.doctor import facts as reading
 from megatron.slipstream.doctor.checks import CHECKS, examine
-from megatron.slipstream.doctor.facts import Facts
+from megatron.slipstream.doctor.facts import MachineFacts
 from megatron.slipstream.doctor.main import WIDTH, render, summary
 from megatron.slipstream.estimate.training_command import Words
 from megatron.slipstream.fine_grained_activation_offload.native import build
@@ -36,7 +36,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replaces the doctor's facts, and notes what is asked for."""
     given: list[Any] = [HEALTHY]
 
-    def collect(*request: Any) -> Facts:
+    def collect(*request: Any) -> MachineFacts:
         given.append(request)
         return given[0]
 

@@ -103,9 +103,9 @@ def test_another_word_for_the_limit_of_the_overhead_is_refused() -> None:
 
 
 def test_a_message_shows_the_value_that_was_given() -> None:
-    rule = option_rule("x", always, lambda facts: facts.x < 3, "x={x} is too large", "set 2")
-    with pytest.raises(ValueError, match="x=7 is too large; set 2"):
-        require(check_rules([rule], SimpleNamespace(x=7)))
+    rule = option_rule("lr", always, lambda f: f.lr < 3, "lr={lr} is too large", "set 2")
+    with pytest.raises(ValueError, match="lr=7 is too large; set 2"):
+        require(check_rules([rule], SimpleNamespace(lr=7)))
 
 
 @pytest.mark.parametrize("text", ["many", "0", "-1", "1.5", ""], ids=repr)

@@ -1,22 +1,25 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""An option that is read by name exists: ``getattr`` with a default, or a rule, hides a slip."""
+"""Facts have declared names, each of an option that exists, and rules read no others."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import dataclasses
+import string
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from megatron.core.transformer import TransformerConfig
 from rule_cases import TABLES
 
 from megatron.slipstream.integration.entry.model_arguments import PLAN_RULES
-from megatron.slipstream.options.facts import DEFAULTS, Facts
+from megatron.slipstream.options.facts import NAMES, Facts
+from megatron.slipstream.options.rules import Rule
 from megatron.slipstream.patches import releases
 
 PACKAGE = Path(__file__).parents[3] / "megatron" / "slipstream"
@@ -53,7 +56,12 @@ NO_OPTIONS = {
     "has_gpu": "a fact of the machine",
     "capability": "a fact of the GPU",
     "data_parallel_size": "megatron's validation sets it",
+    "release": "a fact of megatron-core",
+    "models_pass_their_rank": "a fact of megatron-core",
+    "has_gpt_builder": "a fact of megatron-core",
+    "state_gib": "an option of slipstream plan",
 }
+RULES = [*PLAN_RULES, *(rule for table in TABLES.values() for rule in table.rules)]
 
 
 def read_by_name() -> Iterator[tuple[str, str]]:
@@ -70,13 +78,6 @@ def read_by_name() -> Iterator[tuple[str, str]]:
                     ],
                 ) if holder in HOLDERS:
                     yield str(path.relative_to(PACKAGE)), name
-                # Facts have every attribute; those of the process are a class of their own.
-                case ast.Attribute(value=ast.Name(id="f" | "facts"), attr=name) if (
-                    path.parent.name == "options"
-                    and path.name != "preflight.py"
-                    and not hasattr(Facts, name)
-                ):
-                    yield str(path.relative_to(PACKAGE)), name
 
 
 FOUND = sorted(set(read_by_name()))
@@ -88,19 +89,80 @@ def test_an_option_that_may_be_absent_is_one_of_the_newest_release(file: str, na
     assert name in options() or name in NO_OPTIONS
 
 
-def test_a_default_is_of_an_option() -> None:
-    assert DEFAULTS.keys() - options() - set(NO_OPTIONS) == set()
+def facts_read_by(path: Path) -> set[str]:
+    """The attributes that a file reads of facts."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("f", "facts")
+    } - {name for name in vars(Facts) if name[0] != "_"}
+
+
+READ_BY = {
+    str(path.relative_to(PACKAGE)): facts_read_by(path)
+    for path in (
+        *sorted((PACKAGE / "options").glob("*.py")),
+        PACKAGE / "integration/seam/compat.py",
+        PACKAGE / "integration/entry/checks.py",
+        PACKAGE / "integration/entry/model_arguments.py",
+    )
+    # The facts of the process are a class of their own.
+    if path.name != "preflight.py"
+}
+
+
+def named_in(rule: Rule) -> set[str]:
+    """The option that a rule is about, the facts that its text shows, and those read by name."""
+    texts = (string.Formatter().parse(text) for text in (rule.message, rule.cure))
+    shown = {field for parts in texts for _, field, _, _ in parts if field}
+    return {rule.name, *shown, *read_as_strings(rule.when), *read_as_strings(rule.requires)}
+
+
+def read_as_strings(predicate: Any) -> Iterator[str]:
+    """The names in variables called ``option`` of a predicate and of those that it calls."""
+    code = getattr(predicate, "__code__", None)
+    values = [cell.cell_contents for cell in getattr(predicate, "__closure__", None) or ()]
+    for variable, value in zip(code.co_freevars if code else (), values, strict=True):
+        if variable == "option":
+            yield value
+        elif callable(value):
+            yield from read_as_strings(value)
+
+
+@pytest.mark.parametrize("file", [file for file, names in READ_BY.items() if names])
+def test_rules_read_declared_facts_only(file: str) -> None:
+    assert READ_BY[file] - NAMES == set()
+
+
+def test_rules_name_and_show_declared_facts_only() -> None:
+    assert len(RULES) > 200
+    assert {rule.name: named_in(rule) - NAMES for rule in RULES if named_in(rule) - NAMES} == {}
+
+
+def test_a_declared_fact_is_one_that_a_rule_reads() -> None:
+    read = set().union(*READ_BY.values(), *map(named_in, RULES))
+    assert NAMES - read == set()
+
+
+@pytest.mark.skipif(not releases.models_pass_their_rank(), reason="options of the newest release")
+def test_a_declared_fact_is_an_option_of_the_newest_release() -> None:
+    assert NAMES - options() - set(NO_OPTIONS) == set()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda facts: facts.offload_modlues,
+        lambda facts: facts["offload_modlues"],
+        lambda facts: facts.lacks("offload_modlues"),
+        lambda facts: facts.fill("{offload_modlues}"),
+    ],
+)
+def test_a_misspelt_fact_is_an_error_also_if_a_source_has_it(read: Any) -> None:
+    for facts in (Facts(), Facts(offload_modlues=["core_attn"])):
+        with pytest.raises(AttributeError, match="'offload_modlues' is no fact"):
+            read(facts)
 
 
 def test_options_are_found() -> None:
     assert len(FOUND) > 15
-
-
-@pytest.mark.skipif(not releases.models_pass_their_rank(), reason="options of the newest release")
-def test_a_rule_is_about_an_option_that_there_is() -> None:
-    """Facts make None of an option that nothing has, so its rule would never speak."""
-    names = {rule.name for rule in PLAN_RULES}
-    for table in TABLES.values():
-        names |= {rule.name for rule in table.rules}
-        names |= {name for case in table.cases for name in case.broken}
-    assert names - options() - set(NO_OPTIONS) == set()

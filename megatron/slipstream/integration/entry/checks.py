@@ -75,7 +75,7 @@ def check_run(args: Any) -> list[Finding]:
     return findings + _check_data(args) + _check_outputs(args)
 
 
-def check_process(args: Any, facts: preflight.Facts) -> list[Finding]:
+def check_process(args: Any, facts: preflight.ProcessFacts) -> list[Finding]:
     """Return findings about this process that conflict with the options."""
     findings = preflight.check_process(facts, args.fine_grained_activation_offloading)
     return findings + (preflight.check_graphs(facts) if moves_in_layer_graphs(args) else [])
