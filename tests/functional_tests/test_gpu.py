@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 from fp8_recipes import RECIPES, skip_without_recipe
 from gpu_models import DENSE, MIN_NUMEL, MLA, MOE, PLAN_TOLERANCE
-from host_bound import waits_everywhere
 from model_case import MLP_MODULES, OWN_MODULES
 from ranks import run_ranks
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, compare, skip_without_model
 
-from megatron.slipstream.fine_grained_activation_offload import tuner
-from megatron.slipstream.fine_grained_activation_offload.backend import Event
-from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.patches import releases
 
 pytestmark = pytest.mark.releases
@@ -196,28 +192,6 @@ def test_fused_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     result = _check(case, ("fused_group_mlp",), (2, 2, 2))
     assert result.moved_modules == ("fused_group_mlp",)
     assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [DENSE, MOE], ids=lambda case: case.kind)
-def test_the_host_waits_too(case: ModelCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with slow copies, but for all moving groups, at release and at use."""
-    events: list[Event] = []
-    outlast = CudaBackend.outlast
-
-    def note(backend: CudaBackend, event: Event) -> None:
-        outlast(backend, event)
-        events.append(event)
-
-    monkeypatch.setattr(CudaBackend, "outlast", note)
-    monkeypatch.setattr(tuner, "are_copies_slowed", lambda *_: True)
-    monkeypatch.setattr(tuner, "host_sync_points", waits_everywhere)
-    modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
-    result = compare(0, 1, 0, case, modules, "cuda", TIMED_COUNTS, dict(MIN_NUMEL))
-    print(f"{case.kind}: {result}, {len(events)} waits")
-    assert result.difference is None
-    assert result.moved_bytes > 0
-    assert events
 
 
 @pytest.mark.gpu

@@ -13,14 +13,12 @@ from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
 from megatron.slipstream.fine_grained_activation_offload.backend import Copy, Event, Stream
 from megatron.slipstream.fine_grained_activation_offload.cost_trial import MAX_TRIALS, MIN_PAIRS
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
-from megatron.slipstream.fine_grained_activation_offload.host_sync_points import HostSyncPoints
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     MAX_ROUNDS,
     NUM_TIMED,
     NUM_WARMUPS,
 )
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
-from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 MAX_ITERATIONS = (MAX_ROUNDS + MAX_TRIALS + 1) * (NUM_WARMUPS + NUM_TIMED + 2 * (MIN_PAIRS + 2))
@@ -97,13 +95,3 @@ def train(engine: Engine, num_iterations: Optional[int] = None) -> list[float]:
         took_ms.append(engine.clock.now_ms - begin_ms)
     assert num_iterations is not None or engine.is_settled
     return took_ms
-
-
-def waits_everywhere(plan: Plan, _: object) -> HostSyncPoints:
-    """Stub: compute waits for every moving group, at its release and at its use."""
-    return {
-        step: (group.key,)
-        for group in plan.groups
-        if group.moves
-        for step in (group.free_step, group.use_step)
-    }

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
+from megatron.slipstream.fine_grained_activation_offload.copy_rates import BANDWIDTH_NBYTES
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-from megatron.slipstream.fine_grained_activation_offload.link_bandwidth import BANDWIDTH_NBYTES
 
 
 class TimedBackend(CpuBackend):

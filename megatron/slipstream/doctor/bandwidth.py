@@ -9,7 +9,7 @@ import os
 import torch
 
 from megatron.slipstream.doctor.facts import Gpu
-from megatron.slipstream.fine_grained_activation_offload import link_bandwidth
+from megatron.slipstream.fine_grained_activation_offload import copy_rates
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
@@ -60,7 +60,7 @@ def measure_bandwidth(backend: Backend) -> Bandwidth:
     try:
         memory, buffer = Bytes(device, 0, NBYTES), Bytes.of(host)
         rounds = [
-            link_bandwidth.measure_bandwidth(backend, streams, memory, buffer)
+            copy_rates.measure_bandwidth(backend, streams, memory, buffer)
             for _ in range(NUM_ROUNDS)
         ]
     finally:

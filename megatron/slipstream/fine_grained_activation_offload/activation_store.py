@@ -505,21 +505,6 @@ class ActivationStore:
         storage.move_to(Residence.HELD_OUTSIDE)
         return True
 
-    def outlast_copies(self, group: OffloadTensorGroup) -> None:
-        """Block the host while the current stream waits for the group's last copies.
-
-        The stream waits first, so that the wait is timed as a stall.
-        """
-        here = self.backend.current_stream_id()
-        signals = []
-        for storage in group.storages():
-            if storage.residence is Residence.RELOADING and storage.in_signal is not None:
-                self.copy_streams.before_use(storage.in_signal, here, storage.owner.name)
-                signals.append(storage.in_signal)
-            elif storage.residence is Residence.HOST and storage.out_signal is not None:
-                signals.append(storage.out_signal)
-        self.copy_streams.outlast(signals)  # H1
-
     def trim_host_memory(self, nbytes: int) -> None:
         """Replace all host memory with one slab of ``nbytes`` bytes; nothing may be in use.
 

@@ -158,10 +158,6 @@ class Backend(ABC):
         """Block the host until all work now in ``stream`` is done."""
 
     @abstractmethod
-    def outlast(self, event: Event) -> None:
-        """Block the host until ``event`` has completed."""
-
-    @abstractmethod
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
         """Enqueue ``copies`` on ``stream`` in order, without blocking the host."""
 

@@ -382,15 +382,6 @@ class CopyStreams:
         """Whether device memory is kept until :meth:`finish`."""
         return bool(self._kept)
 
-    def outlast(self, signals: Iterable[Signal]) -> None:
-        """Block the host until the copies before ``signals`` have ended. Adds no stream ordering.
-
-        Signals of graphs are skipped: nothing outside the graph can wait for them.
-        """
-        for signal in _latest(signals):
-            if signal.graph == self.waits.graph == 0:
-                self._backend.outlast(signal.event)
-
     def forget_waits(self) -> None:
         """Forget all waits, since a new stream may have the id of an earlier one."""
         self.waits.forget()

@@ -64,9 +64,6 @@ class CpuBackend(Backend):
     def wait_on_host(self, stream: Stream) -> None:
         pass
 
-    def outlast(self, event: Event) -> None:
-        pass
-
     def run_on(self, stream: Stream, work: Callable[[], object]) -> None:
         work()
 
@@ -195,10 +192,6 @@ class LazyCpuBackend(CpuBackend):
         if not stream.is_compute:
             stream.run_until(stream.num_done + len(stream.pending))
             stream.host_waited = stream.num_done
-
-    def outlast(self, event: _LazyEvent) -> None:
-        if not event.stream.is_compute:
-            event.stream.run_until(event.position)
 
     def run_on(self, stream: _LazyStream, work: Callable[[], object]) -> None:
         stream.pending.append(work)

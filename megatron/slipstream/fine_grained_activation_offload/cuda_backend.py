@@ -74,7 +74,13 @@ class CudaBackend(Backend):
 
     @property
     def cure_of_slow_copies(self) -> Optional[str]:  # type: ignore[override]
-        """None if the user has set the variable: [Note: Waiting streams slow copies down]."""
+        """None if the variable is set.
+
+        [Note: Waiting streams slow copies down]
+        Transformer Engine issues the experts' GEMMs on four streams that wait for the compute
+        stream, and copies are up to a tenth slower while these wait. With one device queue they are
+        not (docs/design/overhead.md, "One queue"). CUDA reads the variable when it starts.
+        """
         if WORK_QUEUES in os.environ:
             return None
         return (
@@ -131,9 +137,6 @@ class CudaBackend(Backend):
 
     def wait_on_host(self, stream: Stream) -> None:
         stream.synchronize()
-
-    def outlast(self, event: Event) -> None:
-        event.synchronize()
 
     def run_on(self, stream: Stream, work: Callable[[], object]) -> None:
         with torch.cuda.stream(stream):

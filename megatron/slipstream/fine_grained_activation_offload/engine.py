@@ -190,7 +190,7 @@ class OffloadEngine:
     def measure_bandwidth(self) -> Optional[Bandwidth]:
         """Return the bandwidth of copies, measured at the first call; None if it cannot be.
 
-        Call between iterations, on all ranks of a host between the same two.
+        Call between iterations.
         """
         return self._tuner.measure_bandwidth()
 

@@ -9,7 +9,6 @@ from typing import Any, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
-from megatron.slipstream.fine_grained_activation_offload.host_sync_points import HostSyncPoints
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import IterationProbe
 from megatron.slipstream.fine_grained_activation_offload.tuner import TrialIteration
 from megatron.slipstream.plan.actions import Plan
@@ -33,8 +32,6 @@ class Iteration:
     """The plan being followed; None if no plan matches."""
     has_layout: bool = False
     """Whether host buffers follow the plan's layout: [Note: Layouts] in ``host_pool``."""
-    host_sync_points: HostSyncPoints = field(default_factory=dict)
-    """The points at which the host waits while the plan is followed."""
     probe: Optional[IterationProbe] = None
     """Measures the iteration while it follows its plan; None if it is not measured."""
     steps: Optional[Any] = None

@@ -12,7 +12,6 @@ from typing import Any, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.cost_trial import CostTrial, Overhead
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
-from megatron.slipstream.fine_grained_activation_offload.host_sync_points import HostSyncPoints
 from megatron.slipstream.fine_grained_activation_offload.recorder import MemoryReader
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     NUM_TIMED,
@@ -101,8 +100,6 @@ class PlanEntry:
     plan: Plan
     planned_ms: float = 0.0
     """Predicted time of an iteration; 0 if the plan was made without times."""
-    host_sync_points: HostSyncPoints = field(default_factory=dict)
-    """The points at which the host waits too."""
     num_rounds: int = 0
     """Number of times the plan was rebuilt from measured times."""
     phase: Phase = Phase.WARM_UP

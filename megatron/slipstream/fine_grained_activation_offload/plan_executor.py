@@ -84,9 +84,8 @@ class PlanExecutor:
         entry = self._cache.entry_of(plan)
         if entry is not None:
             self._follow_layout(now, entry)
-        now.host_sync_points = self._tuner.sync_points_of(plan)
         now.probe = IterationProbe(self.clock, None) if self.clock else self._tuner.probe(plan)
-        if entry is not None and now.probe is None and not now.host_sync_points:
+        if entry is not None and now.probe is None:
             now.steps = entry.steps_by(self.store.compile_steps)
             if now.steps is not None:
                 now.steps.leaves_out_marks = self._cache.is_only(entry)
@@ -128,11 +127,6 @@ class PlanExecutor:
             probe.begin_step()
         for action in plan.actions[index]:
             self.perform(now, action)
-        if index in now.host_sync_points:
-            for key in now.host_sync_points[index]:
-                group = now.find(key)
-                if group is not None and group.state is not GroupState.OPEN:
-                    self.store.outlast_copies(group)
         if probe is not None:
             probe.end_step()
 
@@ -182,7 +176,7 @@ class PlanExecutor:
                 "the model has to do the same in every micro-batch"
             )
         self.stop_measuring(now)
-        now.host_sync_points, now.has_layout = {}, False
+        now.has_layout = False
         plan = self._cache.find_beginning((*departed.trace.steps[:index], step))
         if plan is not None:
             now.plan = plan

@@ -18,6 +18,8 @@ from typing import Optional
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backend import Event
 from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
+    are_slow,
+    measure_link,
     rates_beside_compute,
     slowdown_ms_per_gb,
 )
@@ -26,12 +28,6 @@ from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
     trace_after,
 )
 from megatron.slipstream.fine_grained_activation_offload.host_pool import ProcessLimit
-from megatron.slipstream.fine_grained_activation_offload.host_sync_points import (
-    HostSyncPoints,
-    are_copies_slowed,
-    host_sync_points,
-)
-from megatron.slipstream.fine_grained_activation_offload.link_bandwidth import LinkBandwidth
 from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import (
     IterationProbe,
@@ -111,15 +107,12 @@ class Tuner:
         self.tries_plans = True
         """Whether the overhead of a plan is also measured, or only predicted."""
         self._store = store
-        self._link = LinkBandwidth(store)
         self._report = report
         self._cache = cache
         self._read_later: list[tuple[Plan, StepClock]] = []
         """Timed iterations that the device has not finished yet."""
         self._trials_to_read: list[tuple[TrialIteration, Event, bool]] = []
         """The same for trials, each with its end event and whether the plan was followed."""
-        self._are_copies_slowed = False
-        """Whether copies have ever been slowed by computation."""
         self._bandwidth: Optional[Bandwidth] = None
         self._told: set[str] = set()
         """Plan notes already logged."""
@@ -146,10 +139,7 @@ class Tuner:
         entry = PlanEntry(plan)
         self._cache.put(entry)
         if trace.step_ms and trace.bandwidth is not None:
-            simulation = simulate(plan)
-            entry.planned_ms = simulation.total_ms
-            if self._are_copies_slowed:
-                entry.host_sync_points = host_sync_points(plan, simulation)
+            entry.planned_ms = simulate(plan).total_ms
             if plan.options.max_overhead_percent is not None and not entry.num_moving:
                 entry.phase = Phase.DECLINED
         report = self._report
@@ -297,17 +287,8 @@ class Tuner:
         probe.begin_step()
         if probe.clock is not None:
             self._read_later.append((plan, probe.clock))
-            # Ranks of one host measure together, so they do it after the same iteration rather than
-            # when times are read, which depends on the device's progress.
-            if entry.phase is Phase.TIMES_READ:
-                self.measure_bandwidth()
         if probe.memory is not None:
             entry.memory = probe.memory.readings(plan.absent_bytes)
-
-    def sync_points_of(self, plan: Plan) -> HostSyncPoints:
-        """Return the points at which the host waits in an iteration that follows ``plan``."""
-        entry = self._cache.entry_of(plan)
-        return entry.host_sync_points if entry is not None else {}
 
     def report_plan(self, plan: Plan) -> None:
         """Write a plan and its measurements into the report."""
@@ -372,7 +353,7 @@ class Tuner:
     def measure_bandwidth(self) -> Optional[Bandwidth]:
         """Return the bandwidth of copies, measured at the first call; None if it cannot be."""
         if self._bandwidth is None:
-            self._bandwidth = self._link.measure()
+            self._bandwidth = measure_link(self._store)
         return self._bandwidth
 
     def _improve(self, entry: PlanEntry, what: str = "iterations") -> bool:
@@ -388,10 +369,7 @@ class Tuner:
         # Exclude the cost of the groups that move now from the time of an iteration.
         share = max(0.0, 1.0 - host_ms * num_moved / own_ms)
         bandwidth = rates_beside_compute(self._bandwidth, [times.copies for times in entry.times])
-        # Copies become faster once the host starts to wait, so measure one more round.
-        is_first = not self._are_copies_slowed and are_copies_slowed(self._bandwidth, bandwidth)
-        if is_first:
-            self._are_copies_slowed = True
+        if are_slow(bandwidth, self._bandwidth):
             self._tell_of_slow_copies(self._bandwidth, bandwidth)
         trace = replace(
             entry.plan.trace,
@@ -403,25 +381,25 @@ class Tuner:
         if entry.plan.options.max_overhead_percent is not None and not self.tries_plans:
             trace = replace(trace, ms_per_moved_gb=slowdown_ms_per_gb(bandwidth))
         improved = self.make(trace)
-        improved.num_rounds, improved.earlier = entry.num_rounds + (not is_first), runs
+        improved.num_rounds, improved.earlier = entry.num_rounds + 1, runs
         report = self._report
         if report.rank == 0:
             logger.info(
                 "planned again from the times of %d %s: %d of %d groups move, %.1f ms from the "
-                "first mark to the end (%.1f were measured); the host waits at %d steps",
+                "first mark to the end (%.1f were measured)",
                 len(entry.times),
                 what,
                 improved.num_moving,
                 len(improved.plan.groups),
                 report.planned_ms,
                 statistics.median(times.total_ms for times in entry.times),
-                len(improved.host_sync_points),
             )
         return True
 
     def _tell_of_slow_copies(self, measured: Bandwidth, beside_compute: Bandwidth) -> None:
         cure = self._store.backend.cure_of_slow_copies
-        if cure is not None and self._report.rank == 0:
+        if cure is not None and self._report.rank == 0 and "slow" not in self._told:
+            self._told.add("slow")
             logger.warning(
                 "copies reach %.1f GB/s to the host and %.1f GB/s back beside computation, where "
                 "the link carries %.1f and %.1f; %s",

@@ -172,12 +172,8 @@ class Edge(enum.Enum):
 
 
 class OtherWait(enum.Enum):
-    """The waits that block the host or follow communication, and protect no copy."""
+    """The other waits, which protect no copy."""
 
-    H1 = (
-        "the host, at a predicted stall, until a group's copies have ended: copies are faster then "
-        "([Note: Waiting streams slow copies down] in host_sync_points)"
-    )
     H2 = (
         "the host, until the device is idle: before and after captures, and where memory or time "
         "is measured"

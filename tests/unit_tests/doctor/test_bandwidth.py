@@ -65,7 +65,7 @@ def test_the_best_of_all_rounds_counts_and_host_memory_is_given_back() -> None:
 def test_the_best_is_taken_of_each_rate_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = [None, Bandwidth(1.0, 8.0, 3.0, 4.0), Bandwidth(5.0, 6.0, 7.0, 2.0)]
     found = itertools.cycle(rounds)
-    monkeypatch.setattr(bandwidth.link_bandwidth, "measure_bandwidth", lambda *_: next(found))
+    monkeypatch.setattr(bandwidth.copy_rates, "measure_bandwidth", lambda *_: next(found))
     assert bandwidth.measure_bandwidth(CountingBackend()) == Bandwidth(5.0, 8.0, 7.0, 4.0)
 
 

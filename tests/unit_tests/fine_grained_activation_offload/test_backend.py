@@ -184,16 +184,6 @@ def test_a_copy_runs_when_the_host_waits(lazy: LazyCpuBackend) -> None:
     assert destination.equal(filled(7))
 
 
-def test_copies_run_up_to_what_the_host_outlasts(lazy: LazyCpuBackend) -> None:
-    stream = lazy.new_stream()
-    first, second = lazy.allocate_host(NBYTES), lazy.allocate_host(NBYTES)
-    event = ordered_copy(lazy, stream, first, filled(7))
-    ordered_copy(lazy, stream, second, filled(8))
-    lazy.outlast(event)
-    assert first.equal(filled(7))
-    assert second.equal(poison())
-
-
 def test_a_late_copy_reads_what_its_source_has_become(lazy: LazyCpuBackend) -> None:
     # So the memory of a source must not be reused before a wait.
     source, destination = filled(7), filled(0)

@@ -4,21 +4,35 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from host_bound import HostBound
+import torch
+from host_bound import Engine, HostBound, train
+from timed_backend import TimedBackend
 from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload import copy_rates
-from megatron.slipstream.fine_grained_activation_offload.backend import Copy, Stream, nbytes_of
+from megatron.slipstream.fine_grained_activation_offload import copy_rates, plan_entry, tuner
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
+from megatron.slipstream.fine_grained_activation_offload.backend import (
+    Bytes,
+    Copy,
+    Stream,
+    nbytes_of,
+)
 from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
     MIN_NBYTES,
     CopyTime,
     rates_beside_compute,
 )
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
+from megatron.slipstream.fine_grained_activation_offload.cuda_backend import (
+    WORK_QUEUES,
+    CudaBackend,
+)
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
-from megatron.slipstream.fine_grained_activation_offload.link_bandwidth import LinkBandwidth
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, NUM_WARMUPS
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.trace import Bandwidth
@@ -70,16 +84,16 @@ def test_a_plan_made_from_times_has_the_rates_of_its_iterations(
     monkeypatch.setattr(copy_rates, "MIN_NBYTES", 1)
     backend = SlowBesideCompute()
     manager = PipelineOffloadManager(OffloadEngine(backend))
-    measure = LinkBandwidth.measure
+    measure = tuner.measure_link
 
-    def measure_alone(link: LinkBandwidth) -> Bandwidth | None:
+    def measure_alone(store: ActivationStore) -> Bandwidth | None:
         backend.is_in_iteration = False
         try:
-            return measure(link)
+            return measure(store)
         finally:
             backend.is_in_iteration = True
 
-    monkeypatch.setattr(LinkBandwidth, "measure", measure_alone)
+    monkeypatch.setattr(tuner, "measure_link", measure_alone)
     chunks = make_chunks(1)
     expected = run_schedule(chunks, SCHEDULES["accumulation"], None)
     for _ in range(1 + NUM_WARMUPS + NUM_TIMED + 1):
@@ -88,3 +102,61 @@ def test_a_plan_made_from_times_has_the_rates_of_its_iterations(
     assert manager.plan.trace.bandwidth is not None
     gb_per_s = backend.BYTES_PER_MS / 4 / 1e6
     assert manager.plan.trace.bandwidth[:2] == pytest.approx((gb_per_s, gb_per_s), rel=1e-3)
+
+
+class ScriptedBackend(TimedBackend):
+    """Copies take 4, 2 and 3 ms in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times_ms = itertools.cycle((4.0, 2.0, 3.0))
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float:
+        return next(self.times_ms)
+
+
+def test_the_best_rate_counts() -> None:
+    half, backend = 1 << 20, ScriptedBackend()
+    device, host = (Bytes.of(torch.empty(2 * half, dtype=torch.uint8)) for _ in range(2))
+    found = copy_rates.measure_bandwidth(backend, CopyStreams(backend), device, host)
+    assert found is not None
+    assert found.d2h_gb_per_s == pytest.approx(half / 2.0 / 1e6)
+
+
+@pytest.mark.parametrize(
+    "d2h, h2d, expected",
+    [(55.0, 55.0, False), (54.0, 54.0, False), (51.0, 55.0, True), (55.0, 51.0, True)],
+)
+def test_one_slow_direction_is_enough(d2h: float, h2d: float, expected: bool) -> None:
+    measured = Bandwidth(55.0, 55.0, 50.0, 50.0)
+    assert copy_rates.are_slow(Bandwidth(d2h, h2d, 50.0, 50.0), measured) is expected
+
+
+@pytest.mark.parametrize("rank, cure", [(0, "set it"), (1, "set it"), (0, None)])
+def test_what_makes_copies_faster_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rank: int,
+    cure: str | None,
+) -> None:
+    monkeypatch.setattr(tuner, "are_slow", lambda *_: True)
+    monkeypatch.setattr(plan_entry.PlanEntry, "is_as_predicted", False)
+    monkeypatch.setattr(HostBound, "cure_of_slow_copies", cure)
+    engine = Engine(HostBound(copy_ms=0.001), 80.0)
+    engine.report.rank = rank
+    train(engine)
+    assert engine.report.num_plans > 2, "planned more than once from times"
+    said = [record.getMessage() for record in caplog.records if "GB/s back" in record.message]
+    assert len(said) == (rank == 0 and cure is not None)
+    assert all(text.endswith("; set it") for text in said)
+
+
+def test_a_user_who_has_chosen_the_number_of_queues_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(WORK_QUEUES, raising=False)
+    backend = CudaBackend()
+    assert f"set {WORK_QUEUES}=1" in str(backend.cure_of_slow_copies)
+    for chosen in ("1", "8"):
+        monkeypatch.setenv(WORK_QUEUES, chosen)
+        assert backend.cure_of_slow_copies is None

@@ -151,7 +151,7 @@ def test_scenario_is_wrong_without_its_edge(edge: Edge, backend: str) -> None:
 IDS = {*Edge.__members__, *OtherWait.__members__}
 WAITS = {
     *("wait", "_wait", "wait_event", "wait_stream", "wait_on_host", "_wait_on_host"),
-    *("synchronize", "outlast", "record_stream", "hold", "_hold_for"),
+    *("synchronize", "record_stream", "hold", "_hold_for"),
 }
 """Names of functions that make a stream, the host or the allocator wait."""
 IN_CPP = (

@@ -11,13 +11,13 @@ from timed_backend import TimedBackend
 from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
+from megatron.slipstream.fine_grained_activation_offload.copy_rates import BANDWIDTH_NBYTES
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Stall
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
     CpuBackend,
     LazyCpuBackend,
 )
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
-from megatron.slipstream.fine_grained_activation_offload.link_bandwidth import BANDWIDTH_NBYTES
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     MAX_ROUNDS,
     NUM_TIMED,

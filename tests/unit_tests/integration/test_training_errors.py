@@ -439,3 +439,24 @@ def test_a_gpu_run_asks_apex_for_its_fused_weight_gradient_only_if_it_is_there(
     monkeypatch.setattr(arguments.preflight, "is_installed", is_installed)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert arguments.defaults_of_machine(given) == added
+
+
+@pytest.mark.parametrize(
+    "given, before, after",
+    [
+        ([], None, "1"),
+        ([], "8", "8"),
+        (["--use-torch-fsdp2"], None, None),
+        (["--use-megatron-fsdp=true"], None, None),
+        (["--overlap-moe-expert-parallel-comm"], "32", "32"),
+    ],
+)
+def test_training_has_one_device_queue_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], before: str | None, after: str | None
+) -> None:
+    from megatron.slipstream.integration.entry import arguments
+
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setattr(os, "environ", {} if before is None else {name: before})
+    arguments.use_one_device_queue(given)
+    assert os.environ.get(name) == after

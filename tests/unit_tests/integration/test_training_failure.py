@@ -47,7 +47,7 @@ def writer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Writer:
     for name in ("_set_single_process_environment", "log_to_stderr", "keep_warnings"):
         monkeypatch.setattr(training, name, lambda: None)
     monkeypatch.setattr(training.OffloadConfig, "of", lambda _: None)
-    for name in ("parse_and_validate", "_bind_pretrain"):
+    for name in ("use_one_device_queue", "parse_and_validate", "_bind_pretrain"):
         monkeypatch.setattr(training, name, lambda *_: None)
     monkeypatch.setattr(training, "run", _fail)
     return writer

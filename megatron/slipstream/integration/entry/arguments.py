@@ -56,6 +56,11 @@ _GPU_DEFAULTS: tuple[tuple[str, ...], ...] = (("--no-gradient-accumulation-fusio
 _APEX_FUSED_WEIGHT_GRADIENT = "fused_weight_gradient_mlp_cuda"
 """The extension module of Apex that megatron's gradient_accumulation_fusion calls."""
 
+_SEVERAL_QUEUES = frozenset(
+    {"--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm"}
+)
+"""Flags whose communication must not wait for kernels of the same queue."""
+
 _EXAMPLES = """\
 examples:
   Tokenise the text that comes with the repository, then train on it with offloading:
@@ -154,6 +159,19 @@ def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
     return args
 
 
+def use_one_device_queue(argv: Sequence[str]) -> None:
+    """Set ``CUDA_DEVICE_MAX_CONNECTIONS`` to 1 if it is not set. Call before CUDA starts.
+
+    Streams that wait then slow no copies down (docs/design/overhead.md, "One queue"), and megatron
+    requires it for tensor and context parallelism up to Hopper.
+
+    Args:
+        argv: The flags. Those of :data:`_SEVERAL_QUEUES` need more than one queue.
+    """
+    if not _SEVERAL_QUEUES & given_flags(argv):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def defaults_of_machine(argv: Sequence[str]) -> list[str]:
     """Return and log flags that training on this machine needs and the user did not give."""
     given = given_flags(argv)
@@ -163,8 +181,6 @@ def defaults_of_machine(argv: Sequence[str]) -> list[str]:
             return []
     else:
         needed, reason = _CPU_DEFAULTS, "no GPU found; running on the CPU"
-        # Megatron requires it with tensor parallelism, to order kernel launches on a GPU.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     added = [flag for flags in needed if flags[0] not in given for flag in flags]
     if added and rank() == 0:
         logger.info("%s with %s", reason, " ".join(added))

@@ -48,6 +48,7 @@ def check_flags(flags: Sequence[str], num_processes: Optional[int] = None) -> Ch
     """
     num_processes = num_processes or launcher_number("WORLD_SIZE", 0)
     with as_in_training():
+        arguments.use_one_device_queue(flags)
         cpu_only.install_training_shims()
         try:
             defaults = arguments.defaults_of_machine(flags)

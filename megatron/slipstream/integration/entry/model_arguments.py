@@ -31,6 +31,7 @@ from megatron.slipstream.estimate.training_setup import (
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.integration.cpu import cpu_only
 from megatron.slipstream.integration.entry import dry_run, validation
+from megatron.slipstream.integration.entry.arguments import use_one_device_queue
 from megatron.slipstream.integration.entry.checks import check_options
 from megatron.slipstream.integration.seam.compat import defaults_of_later_options
 from megatron.slipstream.options import preflight
@@ -72,9 +73,8 @@ def configured_by_flags(
     Raises:
         ValueError: Training would refuse the flags on any machine, or they cannot be planned.
     """
-    # Tensor parallelism requires 1 on older GPUs, and FSDP more.
-    connections = "32" if {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(flags) else "1"
-    with dry_run.as_in_training(CUDA_DEVICE_MAX_CONNECTIONS=connections):
+    with dry_run.as_in_training():
+        use_one_device_queue(flags)
         cpu_only.install_training_shims()
         args = dry_run.parse_for(flags, num_processes)
         validation.apply_tokenizer(args)

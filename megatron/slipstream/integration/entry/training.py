@@ -24,7 +24,7 @@ import torch
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.fine_grained_activation_offload.run_metadata import settings
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
-from megatron.slipstream.integration.entry.arguments import print_help
+from megatron.slipstream.integration.entry.arguments import print_help, use_one_device_queue
 from megatron.slipstream.integration.entry.log_setup import log_to_stderr
 from megatron.slipstream.integration.entry.megatron_output import MegatronOutput
 from megatron.slipstream.integration.entry.validation import parse_and_validate, refused_by_megatron
@@ -75,6 +75,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _parse_and_train(arguments: Sequence[str], output: MegatronOutput) -> int:
     try:
         _set_single_process_environment()
+        use_one_device_queue(arguments)
         args = parse_and_validate(arguments)
         config = OffloadConfig.of(args)
         pretrain = _bind_pretrain(args)
