@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -25,52 +25,8 @@ BUFFER_BYTES = 256 << 20
 NUM_COPIES = 20
 
 
-@dataclass(frozen=True)
-class Direction:
-    """An iteration's copies in one direction."""
-
-    bulk_bytes: int
-    bulk_ms: float
-    """The sum of their durations."""
-    num_bulk: int
-    num_small: int
-    small_bytes: int
-
-    @property
-    def gb_per_s(self) -> Optional[float]:
-        """Rate while bulk copies run; None if there are none."""
-        return self.bulk_bytes / self.bulk_ms / 1e6 if self.bulk_ms else None
-
-
-@dataclass(frozen=True)
-class Profile:
-    """An iteration's copies, and its kernels."""
-
-    d2h: Direction
-    h2d: Direction
-    kernel_ms: float
-    """Time during which at least one kernel runs."""
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of a summary row."""
-        row: dict[str, Any] = {}
-        directions = {"d2h": self.d2h, "h2d": self.h2d}
-        if not any(way.bulk_bytes or way.num_small for way in directions.values()):
-            directions = {}  # the profiler saw no copies, or there were none
-        for name, way in directions.items():
-            row |= {
-                f"{name}_bulk_bytes": way.bulk_bytes,
-                f"{name}_bulk_ms": way.bulk_ms,
-                f"{name}_gb_per_s": way.gb_per_s,
-                f"{name}_num_small": way.num_small,
-                f"{name}_small_bytes": way.small_bytes,
-            }
-        row["kernel_ms"] = self.kernel_ms
-        return row
-
-
-def profile(run: Callable[[int], Any], iteration: int) -> Optional[Profile]:
-    """Run one iteration under torch's profiler; return None without a GPU."""
+def profile(run: Callable[[int], Any], iteration: int) -> Optional[dict[str, Any]]:
+    """Return :func:`profile_fields` of one iteration under torch's profiler; None without a GPU."""
     if not use_gpu():
         return None
     from torch.profiler import ProfilerActivity, profile as torch_profile
@@ -81,17 +37,37 @@ def profile(run: Callable[[int], Any], iteration: int) -> Optional[Profile]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return profile_of(events)
+        return profile_fields(json.loads(path.read_text())["traceEvents"])
 
 
-def profile_of(events: Iterable[Mapping[str, Any]]) -> Profile:
-    """Return the copies and kernels of a trace: Chrome-format events, durations in us."""
+def profile_fields(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a summary row: an iteration's copies, if any, and time of its kernels.
+
+    Args:
+        events: A trace in Chrome's format, durations in us.
+    """
     events = list(events)
-    copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
     kernels = [(event["ts"], event["dur"]) for event in events if event.get("cat") == "kernel"]
-    directions = _direction(copies, "DtoH"), _direction(copies, "HtoD")
-    return Profile(*directions, _covered(kernels) / 1e3)
+    row: dict[str, Any] = {"kernel_ms": _covered(kernels) / 1e3}
+    copies = [
+        event
+        for event in events
+        if event.get("cat") == "gpu_memcpy" and re.search("DtoH|HtoD", event["name"])
+    ]
+    for name, kind in (("d2h", "DtoH"), ("h2d", "HtoD")):
+        sizes = [(int(c["args"]["bytes"]), float(c["dur"])) for c in copies if kind in c["name"]]
+        bulk = [copy for copy in sizes if copy[0] >= BULK_BYTES]
+        small = [nbytes for nbytes, _ in sizes if nbytes < BULK_BYTES]
+        bulk_bytes, bulk_ms = sum(nbytes for nbytes, _ in bulk), sum(us for _, us in bulk) / 1e3
+        if copies:
+            row |= {
+                f"{name}_bulk_bytes": bulk_bytes,
+                f"{name}_bulk_ms": bulk_ms,
+                f"{name}_gb_per_s": bulk_bytes / bulk_ms / 1e6 if bulk_ms else None,
+                f"{name}_num_small": len(small),
+                f"{name}_small_bytes": sum(small),
+            }
+    return row
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -102,23 +78,6 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
         covered += stop - max(end, start)
         end = stop
     return covered
-
-
-def _direction(events: Iterable[Mapping[str, Any]], name: str) -> Direction:
-    copies = [
-        (int(event["args"]["bytes"]), float(event["dur"]))
-        for event in events
-        if name in event["name"]
-    ]
-    bulk = [copy for copy in copies if copy[0] >= BULK_BYTES]
-    small = [copy for copy in copies if copy[0] < BULK_BYTES]
-    return Direction(
-        sum(nbytes for nbytes, _ in bulk),
-        sum(us for _, us in bulk) / 1e3,
-        len(bulk),
-        len(small),
-        sum(nbytes for nbytes, _ in small),
-    )
 
 
 def measure_bandwidth() -> Optional[Bandwidth]:

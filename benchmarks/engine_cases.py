@@ -4,23 +4,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 
-from benchmarks.case import AUTO, HOST, Case, Variant
+from benchmarks.case import AUTO, HOST, NOTHING, Case, Variant
 
 
-def _variants(all_modules: Sequence[str], *sets: str) -> tuple[Variant, ...]:
-    """Return ``sets`` in order, then all modules, which also run with the planner's choice."""
-    chosen = [Variant(tuple(names.split())) for names in sets]
-    return (*chosen, Variant(tuple(all_modules), AUTO))
+def _variants(all_modules: Sequence[str], sets: str = "") -> tuple[Variant, ...]:
+    """Return ``sets``, between commas, then all modules, also with the planner's choice."""
+    return (*_each(sets), Variant(tuple(all_modules), AUTO))
 
 
-def _host_variants(*sets: str) -> tuple[Variant, ...]:
-    """Return ``sets``, each with the engine in C++ and in Python, and with no group moving."""
-    return tuple(Variant(tuple(names.split()), HOST) for names in sets)
+def _each(sets: str, tunings: Mapping[str, Any] = NOTHING) -> tuple[Variant, ...]:
+    return tuple(Variant(tuple(names.split()), tunings) for names in sets.split(",") if names)
 
 
 # The GPU cases use Llama 2's vocabulary; a larger one only adds memory and time that no engine
@@ -96,11 +95,11 @@ MLA_MOE = ModelCase(
 # Micro-batches are larger than those of 'moe', which is launch-bound.
 _EXPERT_PIPELINE = replace(MOE, num_layers=16, seq_length=6144, pp=2, vpp=2)
 _EXPERT_PIPELINE_VARIANTS = (
-    *(Variant((name,)) for name in ("qkv_linear", "core_attn", "expert_fc1", "moe_act")),
+    *_each("qkv_linear, core_attn, expert_fc1, moe_act"),
     Variant(("qkv_linear", "core_attn", "expert_fc1", "moe_act"), AUTO, has_defaults=False),
 )
 _PIPELINE = replace(DENSE, num_layers=16, seq_length=4096, pp=2)
-_PIPELINE_VARIANTS = _variants(DENSE_MODULES, "core_attn", "core_attn attn_proj")
+_PIPELINE_VARIANTS = _variants(DENSE_MODULES, "core_attn, core_attn attn_proj")
 # Tensors of 4 MiB, whose kernels take longer to launch than to run.
 SMALL = replace(
     DENSE,
@@ -122,10 +121,7 @@ ENGINE_CASES: tuple[Case, ...] = (
         DENSE,
         _variants(
             DENSE_MODULES,
-            "qkv_linear",
-            "core_attn",
-            "core_attn attn_proj",
-            "qkv_linear core_attn attn_proj",
+            "qkv_linear, core_attn, core_attn attn_proj, qkv_linear core_attn attn_proj",
         ),
     ),
     Case(
@@ -135,28 +131,21 @@ ENGINE_CASES: tuple[Case, ...] = (
         MOE,
         _variants(
             MOE_MODULES,
-            "qkv_linear",
-            "core_attn",
-            "mlp_norm",
-            "expert_fc1",
-            "moe_act",
-            "core_attn attn_proj",
-            "core_attn expert_fc1",
-            "expert_fc1 moe_act",
-            "core_attn attn_proj expert_fc1 moe_act",
+            "qkv_linear, core_attn, mlp_norm, expert_fc1, moe_act, core_attn attn_proj, "
+            "core_attn expert_fc1, expert_fc1 moe_act, core_attn attn_proj expert_fc1 moe_act",
         ),
     ),
     Case(
         "moe_long",
         "the moe case with sequence 16384: its GPU is busy where that of 'moe' waits for the host",
         replace(MOE, seq_length=16384),
-        _variants(MOE_MODULES, "core_attn expert_fc1", "moe_act"),
+        _variants(MOE_MODULES, "core_attn expert_fc1, moe_act"),
     ),
     Case(
         "long",
         "the dense case with sequence 32768",
         replace(DENSE, seq_length=32768),
-        _variants(DENSE_MODULES, "core_attn", "core_attn attn_proj"),
+        _variants(DENSE_MODULES, "core_attn, core_attn attn_proj"),
     ),
     Case(
         "llama3_8b",
@@ -172,19 +161,19 @@ ENGINE_CASES: tuple[Case, ...] = (
         "experts of width 1408, top 6, a shared expert, the first layer dense, sequence 4096, "
         "micro-batch 2",
         MLA_MOE,
-        _variants(MOE_MODULES, "core_attn", "core_attn attn_proj", "expert_fc1", "moe_act"),
+        _variants(MOE_MODULES, "core_attn, core_attn attn_proj, expert_fc1, moe_act"),
     ),
     Case(
         "moe_host",
         "the moe case, with the engine's work in C++ and in Python, and with groups that all stay",
         MOE,
-        _host_variants("core_attn", "expert_fc1", "core_attn expert_fc1", "moe_act"),
+        _each("core_attn, expert_fc1, core_attn expert_fc1, moe_act", HOST),
     ),
     Case(
         "mla_moe_host",
         "the mla_moe case, likewise",
         MLA_MOE,
-        _host_variants("core_attn", "core_attn attn_proj"),
+        _each("core_attn, core_attn attn_proj", HOST),
     ),
     Case(
         "pp2",

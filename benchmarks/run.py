@@ -324,7 +324,7 @@ def _run_ranks(job: Job) -> int:
             codes = [rank.poll() for rank in ranks]
             failed = [code for code in codes if code]
             if failed:
-                _wait(ranks, GRACE_S)
+                _wait(ranks)
                 # A failed way is the root cause; other ranks fail because they lost their peer.
                 codes = [rank.poll() for rank in ranks]
                 return EXIT_WAY_FAILED if EXIT_WAY_FAILED in codes else failed[0]
@@ -333,17 +333,15 @@ def _run_ranks(job: Job) -> int:
             time.sleep(0.2)
     finally:
         for rank in ranks:
-            if rank.poll() is None:
-                rank.terminate()
-        _wait(ranks, GRACE_S)
+            rank.terminate()
+        _wait(ranks)
         for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
+            rank.kill()
             rank.wait()
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    deadline_s = time.monotonic() + seconds
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline_s = time.monotonic() + GRACE_S
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline_s:
         time.sleep(0.1)
 

@@ -21,7 +21,7 @@ import torch
 from garbage import without_garbage_collection
 
 from benchmarks.case import Case, Limits, Variant, base_label
-from benchmarks.copies import Profile, profile
+from benchmarks.copies import profile
 from benchmarks.figures import Spread, loss_difference, overhead_percent, spread_of
 from benchmarks.marks import HostTimes, measure_host_times
 from benchmarks.measure import (
@@ -67,7 +67,7 @@ class _Figures:
 
     memory: Optional[MemoryFigures] = None
     host: Optional[HostTimes] = None
-    profile: Optional[Profile] = None
+    profile: Optional[dict[str, Any]] = None
     notes: list[str] = field(default_factory=list)
     """Measurements that failed, and why."""
 
@@ -116,19 +116,17 @@ class VariantRun:
         self._needed: dict[str, int] = {}
         """Device memory of each way, excluding weights and gradients."""
 
-    def measure(self, limits: Limits, on_round: Callable[[int, str], None]) -> None:
+    def measure(self, limits: Limits) -> str:
         """Measure all ways and write their rows. A collective.
 
-        Args:
-            limits: How many iterations.
-            on_round: Called after each round of all ways with the number of completed rounds and
-                the figures so far.
+        Returns:
+            The number of timed iterations, and the time of each way.
 
         Raises:
             WayFailed: See there.
         """
         self._start(limits)
-        self._time_rounds(limits, on_round)
+        result = self._time_rounds(limits)
         self._measure_each(limits)
         for label in list(self._ways):
             self._attempt(label, self._write_summary, label)
@@ -137,6 +135,7 @@ class VariantRun:
             way.close()
         self._ways.clear()
         release_host_memory()
+        return result
 
     def _start(self, limits: Limits) -> None:
         """Build all ways and run them to their steady state."""
@@ -218,13 +217,12 @@ class VariantRun:
         )
         self._ways.pop(label).close()
 
-    def _time_rounds(self, limits: Limits, on_round: Callable[[int, str], None]) -> None:
+    def _time_rounds(self, limits: Limits) -> str:
         begin_s = time.perf_counter()
         self._steps = {label: [] for label in self._ways}
         with without_garbage_collection():
             for round_ in range(limits.max_iterations):
                 self._time_round(round_)
-                on_round(round_ + 1, self._progress())
                 elapsed_s = maximum_of_ranks(time.perf_counter() - begin_s)
                 is_enough = elapsed_s > limits.seconds or self._is_precise()
                 if round_ + 1 >= limits.min_iterations and is_enough:
@@ -232,6 +230,7 @@ class VariantRun:
         for label, way in self._ways.items():
             if way.is_ours and not way.num_eager_iterations and not way.manager.is_settled:
                 self._replanned.add(label)
+        return f"{round_ + 1} iterations, {self._progress()}"
 
     def _time_round(self, round_: int) -> None:
         for label in in_turn(list(self._ways), round_):
@@ -296,7 +295,7 @@ class VariantRun:
             row["host_us_per_call"] = figures.host.us_per_call
             row["num_calls"] = dict(figures.host.calls)
         if figures.profile is not None:
-            row |= figures.profile.fields()
+            row |= figures.profile
         if way.is_ours:
             row |= report_fields(way.manager)
         if way.is_ours and way.has_marks and way.manager.plan is not None:

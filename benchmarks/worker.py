@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
@@ -84,17 +84,17 @@ def work(job: Job) -> int:
     module = importlib.import_module(f"benchmarks.{case.comparison}")
     comparison: Comparison = module.Comparison(case)
     try:
-        with progress(is_shown=rank == 0) as show:
-            for variant in job.variants:
-                labels = way_labels(case, variant, job.engines)
-                first = labels[0]
-                labels = tuple(label for label in labels if (variant.name, label) not in done)
-                if first not in labels:
-                    continue
-                measured = VariantRun(
-                    case, comparison, variant, labels, job.options, writer, bandwidth
-                )
-                measured.measure(job.limits, show(f"{case.name} {short_name(variant.name)}"))
+        for variant in job.variants:
+            labels = way_labels(case, variant, job.engines)
+            first = labels[0]
+            labels = tuple(label for label in labels if (variant.name, label) not in done)
+            if first not in labels:
+                continue
+            result = VariantRun(
+                case, comparison, variant, labels, job.options, writer, bandwidth
+            ).measure(job.limits)
+            if rank == 0:
+                sys.stderr.write(f"{case.name} {short_name(variant.name)}: {result}\n")
     except WayFailed as error:
         sys.stderr.write(f"{case.name}: rank {rank}: {error} failed\n")
         return EXIT_WAY_FAILED
@@ -129,34 +129,3 @@ def _driver_version() -> Optional[str]:
         return None
     # 'NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  ...'
     return next((word for word in text.split() if word[0].isdigit() and "." in word), None)
-
-
-Show = Callable[[str], Callable[[int, str], None]]
-
-
-@contextlib.contextmanager
-def progress(is_shown: bool) -> Iterator[Show]:
-    """Show a line on stderr for each variant, with live progress on a terminal.
-
-    Yields a function that returns a variant's callback; see ``VariantRun.measure``.
-    """
-    from rich.console import Console
-
-    console = Console(stderr=True, quiet=not is_shown, soft_wrap=True, highlight=False)
-    last: list[str] = []
-    with console.status("") as status:
-
-        def show(name: str) -> Callable[[int, str], None]:
-            console.print(*last, sep="\n", markup=False)
-            last.clear()
-
-            def on_round(num_rounds: int, text: str) -> None:
-                last[:] = [f"{name}: {num_rounds} iterations, {text}"]
-                status.update(last[0])
-
-            return on_round
-
-        try:
-            yield show
-        finally:
-            console.print(*last, sep="\n", markup=False)

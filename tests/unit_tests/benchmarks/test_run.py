@@ -315,7 +315,7 @@ def test_rows_of_an_engine_that_plans_again_while_it_is_timed_say_so(tmp_path: P
     )
     measured._ways = dict(ways)
     ways["slipstream"].is_ours, ways["slipstream"].manager = True, SimpleNamespace(is_settled=False)
-    measured._time_rounds(Limits(min_iterations=2, max_iterations=2), lambda *_: None)
+    measured._time_rounds(Limits(min_iterations=2, max_iterations=2))
     assert measured._step_fields("off")["error"] is None
     assert "planned again while it was timed" in measured._step_fields("slipstream")["error"]
 
@@ -410,7 +410,7 @@ def measure(comparison: Constants, labels: tuple[str, ...], path: Path) -> dict[
     measured = VariantRun(
         find_case("smoke"), comparison, Variant(("-",)), labels, {}, RowWriter(path, "run"), None
     )
-    measured.measure(Limits(min_iterations=2, max_iterations=2, figures=()), lambda *_: None)
+    measured.measure(Limits(min_iterations=2, max_iterations=2, figures=()))
     return {row["engine"]: row for row in read_rows(path) if row["kind"] == "summary"}
 
 
