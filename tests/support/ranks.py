@@ -81,8 +81,14 @@ def import_megatron() -> None:
     import megatron.core.datasets.gpt_dataset
     import megatron.core.models.gpt
     import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.pipeline_parallel  # noqa: F401
+    import megatron.core.pipeline_parallel
     from torch._dynamo import trace_rules
+
+    import megatron.slipstream.integration.cpu.cpu_modules
+    import megatron.slipstream.integration.cpu.cpu_only
+    import megatron.slipstream.integration.graphs.chunks
+    import megatron.slipstream.integration.install
+    import megatron.slipstream.integration.packed.packed_sequences  # noqa: F401
 
     # Cached: otherwise each process creates it at its first call of a compiled function.
     trace_rules.get_torch_obj_rule_map()
@@ -97,8 +103,6 @@ def import_training() -> None:
 
     import megatron.slipstream.integration.entry.providers
     import megatron.slipstream.integration.entry.training
-    import megatron.slipstream.integration.graphs.chunks
-    import megatron.slipstream.integration.install
     import megatron.slipstream.patches.marks
     import megatron.slipstream.patches.model_calls
     import megatron.slipstream.plan.files  # noqa: F401
