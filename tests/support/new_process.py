@@ -8,6 +8,7 @@ from, so its results would depend on their order and on the time that they took.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -41,11 +42,12 @@ def environment(added: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_can_fork() -> None:
-    """Check that this process has none of what a child could not get rid of.
+    """Prepare to fork: check that this process has none of what a child could not get rid of.
 
     Raises:
         AssertionError: It has; the message names it.
     """
+    _start_times(len(sys.modules))
     found = what_cannot_be_undone()
     assert not found, f"a forked process would inherit {', '.join(found)} from this one"
 
@@ -64,12 +66,24 @@ def begin() -> None:
 def _reset_start_times() -> None:
     """megatron-core notes when it is imported, and ends a training after a time since then."""
     now = time.time()
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != "megatron":
-            continue
-        for attribute, value in list(vars(module).items()):
-            if isinstance(value, float) and 0 <= now - value < A_MONTH_S:
-                setattr(module, attribute, now)
+    for names, attribute in _start_times(len(sys.modules)):
+        names[attribute] = now
+
+
+@functools.lru_cache(1)
+def _start_times(num_modules: int) -> list[tuple[dict[str, Any], str]]:
+    """Where modules of megatron-core note a time, by their names and the attribute.
+
+    The process that forks looks for them: a child would copy the memory of all that it reads.
+    """
+    now = time.time()
+    return [
+        (vars(module), attribute)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == "megatron"
+        for attribute, value in list(vars(module).items())
+        if isinstance(value, float) and 0 <= now - value < A_MONTH_S
+    ]
 
 
 def _reset_random_numbers() -> None:
