@@ -104,14 +104,15 @@ def test_one_rank(case: ModelCase) -> None:
     check(1, case, (2, 3, 1))
 
 
-@pytest.mark.parametrize("case, counts", PIPELINES.values(), ids=PIPELINES)
-def test_pipelines(case: ModelCase, counts: Sequence[int]) -> None:
-    check(2, case, counts)
+OFFLOADED = "PP2 VPP2, experts", "PP2 VPP2, dropless experts", "PP2, FP8"
 
 
-@pytest.mark.parametrize(
-    "name", ["PP2", "PP2 VPP2, experts", "PP2 VPP2, dropless experts", "PP2, FP8"]
-)
+@pytest.mark.parametrize("name", [name for name in PIPELINES if name not in OFFLOADED])
+def test_pipelines(name: str) -> None:
+    check(2, *PIPELINES[name])
+
+
+@pytest.mark.parametrize("name", ["PP2", *OFFLOADED])
 def test_offloading_inside_the_graphs(name: str) -> None:
     case, counts = PIPELINES[name]
     # The last layer of a chunk stays.
@@ -127,7 +128,7 @@ def test_offloading_inside_the_graphs(name: str) -> None:
 
 
 def test_all_slots_together_keep_to_the_limit_of_host_memory() -> None:
-    case = ModelCase("dense", pp=2, vpp=2, num_layers=12)
+    case = ModelCase("dense", pp=2, vpp=2, num_layers=8)
     arguments = (case, (4, 4), None, DENSE_MODULES, "cpu")
     free = run_ranks(2, compare, *arguments)
     limit_bytes = max(rank.host_bytes[0] + rank.eager_host_bytes for rank in free) * 2 // 3
@@ -156,11 +157,10 @@ def test_tensor_parallel_ranks() -> None:
     check(2, ModelCase("dense", tp=2, overrides=DROPOUT), (2, 3))
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
-def test_expert_parallel_ranks(overlap: bool) -> None:
+def test_expert_parallel_ranks() -> None:
     overrides = {**DROP_AND_PAD, **EXPERT_BIAS, "hidden_dropout": 0.1}
     case = ModelCase("moe", ep=2, overrides=overrides)
-    check(2, case, (2, 3, 1), {"overlap_grad_reduce": overlap})
+    check(2, case, (2, 3, 1), {"overlap_grad_reduce": True})
 
 
 def test_dropless_experts_of_two_ranks() -> None:

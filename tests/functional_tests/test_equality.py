@@ -26,7 +26,6 @@ BACKENDS = ["cpu", pytest.param("cpu-lazy", marks=pytest.mark.releases)]
 
 ONE_RANK = {
     "dense": ModelCase("dense"),
-    "dense bf16": ModelCase("dense", bf16=True),
     "moe": ModelCase("moe"),
     "moe bf16": ModelCase("moe", bf16=True),
     "moe, sync-free": ModelCase("moe", sync_free_experts=True),
@@ -41,38 +40,13 @@ ONE_RANK = {
     ),
     "dropout": ModelCase("dense", overrides={"attention_dropout": 0.1, "hidden_dropout": 0.1}),
     "moe, dropout": ModelCase("moe", overrides={"attention_dropout": 0.1, "hidden_dropout": 0.1}),
-    "layer norm and bias": ModelCase(
-        "dense", overrides={"normalization": "LayerNorm", "add_bias_linear": True}
-    ),
     "qk norm": ModelCase("dense", overrides={"qk_layernorm": True}),
-    "multi-token prediction": ModelCase("dense", overrides={"mtp_num_layers": 2}),
     "moe, multi-token prediction": ModelCase("moe", overrides={"mtp_num_layers": 1}),
-    "full recompute": ModelCase(
-        "dense",
-        overrides={
-            "recompute_granularity": "full",
-            "recompute_method": "block",
-            "recompute_num_layers": 2,
-            "hidden_dropout": 0.1,
-        },
-    ),
-    "core attention recomputed": ModelCase(
-        "dense",
-        overrides={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    ),
-    "norms recomputed": ModelCase(
-        "dense",
-        overrides={"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
-    ),
-    "activation function of experts recomputed": ModelCase(
-        "moe",
-        overrides={"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
-    ),
 }
 
 
-IMMEDIATE = "dense", "moe bf16", "moe, sync-free", "dense and moe layers mixed", "mla", "hybrid"
-"""One case of each kind of model."""
+IMMEDIATE = "moe, sync-free", "dense and moe layers mixed", "mla"
+"""Kinds of models whose copies no other test here makes at once."""
 
 
 def _on_backends(cases: Mapping[str, Any], immediate: Sequence[str]) -> list[Any]:
@@ -118,7 +92,8 @@ def test_one_rank(case: ModelCase, backend: str) -> None:
 @pytest.mark.releases
 @pytest.mark.parametrize("lag", [2, 3])
 def test_norms_are_discarded_while_copies_read_them(lag: int) -> None:
-    case = ModelCase("dense", overrides=ONE_RANK["norms recomputed"].overrides, num_layers=6)
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    case = ModelCase("dense", overrides=recomputed, num_layers=6)
     modules = ("qkv_linear", "core_attn")
     (result,) = _check(case, modules, "cpu-lazy", (3, 4, 2, 3), {"offload_release_lag": lag})
     assert result.moved_bytes > 0
@@ -139,14 +114,12 @@ def test_the_peak_drops_as_planned(name: str, counts: tuple[int, ...]) -> None:
 
 @pytest.mark.releases
 @pytest.mark.parametrize("modules", [("core_attn",), ("expert_fc1",), MOE_MODULES], ids=str)
-@pytest.mark.parametrize("name", ["moe", "moe bf16"])
 def test_what_is_claimed_after_one_iteration_is_what_the_peak_falls_by(
-    name: str, modules: tuple[str, ...]
+    modules: tuple[str, ...],
 ) -> None:
     """As in a test of megatron-core's engine: gradients of the first iteration stay allocated."""
-    (result,) = _check(
-        ONE_RANK[name], modules, "cpu", (2,), reads_memory=True, keeps_gradients=True
-    )
+    case = ONE_RANK["moe bf16"]
+    (result,) = _check(case, modules, "cpu", (2,), reads_memory=True, keeps_gradients=True)
     assert result.claimed_drop_bytes == result.peak_drop_bytes > 0
 
 
@@ -215,39 +188,20 @@ def test_options(offload: dict[str, Any]) -> None:
 
 TWO_RANKS = {
     "data parallel": (ModelCase("dense"), (1, 2, 2)),
-    "tensor parallel": (
-        ModelCase("dense", tp=2, overrides={"normalization": "LayerNorm"}),
-        (1, 2, 2),
-    ),
-    "expert parallel": (ModelCase("moe", ep=2), (1, 2, 2)),
     "expert parallel, sync-free": (ModelCase("moe", ep=2, sync_free_experts=True), (1, 2, 2)),
     "PP2": (ModelCase("dense", pp=2), (4, 4, 2, 6, 1, 4)),
-    "PP2, one layer per chunk": (ModelCase("dense", pp=2, num_layers=2), (4, 4, 3, 4)),
-    "PP2, MoE": (ModelCase("moe", pp=2, bf16=True), (4, 4, 3, 4)),
     "PP2, hybrid": (ModelCase("hybrid", pp=2, num_layers=8), (4, 4, 3, 4)),
     "PP2, multi-token prediction": (
         ModelCase("dense", pp=2, overrides={"mtp_num_layers": 1}),
         (4, 4, 3, 4),
     ),
-    "PP2 VPP2": (ModelCase("dense", pp=2, vpp=2, num_layers=8), (4, 4, 2, 6, 4)),
     "PP2 VPP2, one layer per chunk": (ModelCase("dense", pp=2, vpp=2), (4, 4, 8, 4)),
     "PP2 VPP2, MoE": (ModelCase("moe", pp=2, vpp=2), (4, 4, 2, 4)),
-    "PP2, core attention recomputed": (
-        ModelCase(
-            "dense",
-            pp=2,
-            overrides={
-                "recompute_granularity": "selective",
-                "recompute_modules": ["core_attn"],
-                "hidden_dropout": 0.1,
-            },
-        ),
-        (4, 4, 3),
-    ),
 }
+"""Further ones, with all modules that move, are in test_module_groups."""
 
 
-IMMEDIATE_TWO_RANKS = "data parallel", "tensor parallel", "expert parallel", "PP2", "PP2 VPP2, MoE"
+IMMEDIATE_TWO_RANKS = "data parallel", "expert parallel, sync-free", "PP2", "PP2 VPP2, MoE"
 """One case of each layout."""
 
 

@@ -79,8 +79,11 @@ def test_each_module_alone(case: ModelCase, names: Sequence[str]) -> None:
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize("native", ["auto", "off"])
-@pytest.mark.parametrize("case", [DENSE, MOE, MIXED, MLA], ids=lambda case: case.kind)
+@pytest.mark.parametrize(
+    "case, native",
+    [(DENSE, "auto"), (MOE, "auto"), (MIXED, "auto"), (MIXED, "off"), (MLA, "auto")],
+    ids=lambda value: getattr(value, "kind", value),
+)
 def test_all_modules_together(case: ModelCase, native: str) -> None:
     modules = all_modules(case.kind)
     result = check(case, modules, native, reads_memory=True)
@@ -107,11 +110,13 @@ VARIANTS = {
             "recompute_granularity": "full",
             "recompute_method": "block",
             "recompute_num_layers": 2,
+            "hidden_dropout": 0.1,
         },
     ),
 }
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(name: str) -> None:
     case = VARIANTS[name]
@@ -134,6 +139,7 @@ SAVES_NOTHING = {
 """Modules of which nothing may move beside a recomputed one, or that are refused."""
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(
     "case, recomputed",
     [(case, names) for case in (DENSE, MOE, MLA) for names in RECOMPUTED[case.kind]],
@@ -149,6 +155,7 @@ def test_recomputation_beside(case: ModelCase, recomputed: Sequence[str]) -> Non
     assert {*modules} - {*result.moved_modules} <= empty | {"embedding"}
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(
     "case, counts",
     [
