@@ -12,6 +12,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from banked_gpt import compare_layer_bank, random_sizes
@@ -144,6 +145,20 @@ def test_numbers_of_micro_batches_change(
     modules = DENSE_MODULES if is_offloading else ()
     results = check(2, case, scope, (4, 2, 6), modules, "cpu-lazy")
     assert sorted(result.num_sets for result in results) == num_sets
+
+
+def _with_one_set(*arguments: Any) -> LayersReplayed:
+    from megatron.slipstream.integration.graphs import packed_layers
+
+    with patch.object(packed_layers, "chunk_slots", lambda config: (1,)):
+        return compare_layers(*arguments)
+
+
+@pytest.mark.parametrize("modules", [(), DENSE_MODULES], ids=["", "offloading"])
+def test_a_schedule_with_more_micro_batches_in_flight_than_sets(modules: Sequence[str]) -> None:
+    case, scope = case_of("dense", ON_CPU, pp=2)
+    results = run_ranks(2, _with_one_set, case, scope, (4, 2, 6), modules, "cpu-lazy")
+    assert [(result.difference, result.num_sets) for result in results] == [(None, 1)] * 2
 
 
 @pytest.mark.parametrize("name", FIFTY)

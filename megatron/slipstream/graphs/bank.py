@@ -43,7 +43,7 @@ from megatron.slipstream.fine_grained_activation_offload.graph_capture import ON
 from megatron.slipstream.graphs.capture import GraphBackend
 from megatron.slipstream.graphs.chunk import Chunk
 from megatron.slipstream.graphs.chunks import CaptureFigures, SizeGraphs
-from megatron.slipstream.graphs.slots import SlotMemory
+from megatron.slipstream.graphs.slots import SlotMemories
 from megatron.slipstream.graphs.static_arguments import StaticArguments
 
 logger = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class ChunkGraphs:
             RuntimeError: Micro-batches are in flight.
         """
         name = self._largest.chunk.name
-        in_flight = sum(not slot.memory.is_free for slot in self._largest.slots)
+        in_flight = self._largest.memories.num_in_flight
         if in_flight:
             raise RuntimeError(
                 f"graphs of {name} cannot be deleted while {in_flight} micro-batches are in "
@@ -220,12 +220,12 @@ class ChunkGraphs:
         if self.is_captured:
             return self.of_size[size](hidden, arguments)
         if self._num_iterations >= self._num_warmup_iterations and self._call is None:
-            self._call = _copy_of_call(chunk.name, hidden, arguments)
+            self._call = _copy_of_call(chunk, hidden, arguments)
         return chunk.run(hidden, **arguments)
 
     def _capture(self, sample: torch.Tensor, call: StaticArguments) -> None:
         """See [Note: All ranks capture together]."""
-        memories = SlotMemory.of(self._backend, self._largest.num_slots)
+        memories = SlotMemories.of(self._backend, self._largest.num_slots)
         try:
             with self._backend.session():
                 for size in self.of_size:
@@ -243,7 +243,7 @@ class ChunkGraphs:
         size: int,
         sample: torch.Tensor,
         call: StaticArguments,
-        memories: Sequence[SlotMemory],
+        memories: SlotMemories,
     ) -> None:
         if self._sizes is not None:
             arguments = self._sizes.arguments_of(call.unflatten(call.tensors), size)
@@ -253,12 +253,12 @@ class ChunkGraphs:
 
 
 def _copy_of_call(
-    name: str, hidden: torch.Tensor, arguments: Mapping[str, Any]
+    chunk: Chunk, hidden: torch.Tensor, arguments: Mapping[str, Any]
 ) -> tuple[torch.Tensor, StaticArguments]:
-    """Copy a call's arguments: hidden states and the others.
+    """Copy a call's arguments except constants: hidden states and the others.
 
     Args:
-        name: The chunk's name, for messages.
+        chunk: The chunk.
         hidden: See :meth:`ChunkGraphs.__call__`.
         arguments: See there.
 
@@ -269,8 +269,11 @@ def _copy_of_call(
     for what, tensor in zip(call.names, call.tensors, strict=True):
         if tensor.requires_grad:
             raise ValueError(
-                f"{what} of {name} needs a gradient, but CUDA graphs of chunks compute it for "
-                "hidden states only; train without them"
+                f"{what} of {chunk.name} needs a gradient, but CUDA graphs of chunks compute it "
+                "for hidden states only; train without them"
             )
-    copies = tuple(tensor.detach().clone() for tensor in call.tensors)
+    copies = tuple(
+        tensor if name in chunk.constant_arguments else tensor.detach().clone()
+        for name, tensor in zip(call.names, call.tensors, strict=True)
+    )
     return hidden.detach().clone(), dataclasses.replace(call, tensors=copies)

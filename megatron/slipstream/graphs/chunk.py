@@ -59,6 +59,8 @@ class Chunk:
             afterwards to restore the state that runs change, other than gradients.
         offloading: Offloads activations inside the graphs; None to keep them on the device.
         make_constants: Called once for each capture.
+        constant_arguments: Names of tensors among the arguments that have the same contents in all
+            calls with the same shapes. Graphs read those of the call that they are captured with.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Chunk:
     save_state: Callable[[], Callable[[], None]] = _no_state
     offloading: Optional[ChunkOffloading] = None
     make_constants: Callable[[], Constants] = _NoConstants
+    constant_arguments: frozenset[str] = frozenset()
 
 
 class CaptureParameters:

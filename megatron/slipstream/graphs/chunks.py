@@ -28,7 +28,7 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_T
 from megatron.slipstream.graphs.capture import GraphBackend
 from megatron.slipstream.graphs.chunk import CaptureParameters, Chunk, Constants
 from megatron.slipstream.graphs.offload import PlannedPass
-from megatron.slipstream.graphs.slots import Replay, Slot, SlotAllocation, SlotMemory
+from megatron.slipstream.graphs.slots import Replay, Slot, SlotMemories, SlotMemory
 from megatron.slipstream.graphs.static_arguments import (
     CapturedCall,
     StaticArguments,
@@ -94,7 +94,8 @@ class SizeGraphs:
         self.num_replays = 0
         """Number of forward passes that were replayed."""
         self.slots: list[Slot] = []
-        """The slots; none before the capture."""
+        """The slots, one in each of :attr:`memories`; none before the capture."""
+        self.memories = SlotMemories()
         self._backend = backend
         self._arguments: Optional[StaticArguments] = None
         """The captured arguments, other than hidden states."""
@@ -106,7 +107,6 @@ class SizeGraphs:
         self._prepared: Optional[_Prepared] = None
         self._anchor = torch.zeros((), requires_grad=True)
         """Input of a replay whose hidden states need no gradient, so that backward runs."""
-        self._has_warned = False
 
     def close(self) -> None:
         """Release the graphs, even with micro-batches in flight."""
@@ -114,18 +114,16 @@ class SizeGraphs:
             slot.hooks.close()
         if self.slots and self.chunk.offloading is not None:
             self.chunk.offloading.note_deleted()
-        self.slots = []
+        self.slots, self.memories = [], SlotMemories()
         self._arguments = self._constants = self._prepared = self._call = None
 
     def __call__(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         """Run one micro-batch by a replay; see :meth:`ChunkGraphs.__call__`."""
         tensors = self._match_call(hidden, arguments)
-        for slot in self.slots:
-            if slot.memory.is_free:
-                break
-        else:
-            self._warn_of_too_few_slots()
+        taken = self.memories.take(self.chunk.name)
+        if taken is None:
             return self.chunk.run(hidden, **arguments)
+        number, allocation = taken
         self.chunk.before_replay()
         self.num_replays += 1
         if self.chunk.offloading is not None:
@@ -133,7 +131,8 @@ class SizeGraphs:
         output: torch.Tensor = Replay.apply(
             hidden,
             None if hidden.requires_grad else self._anchor,  # Autograd visits each input.
-            SlotAllocation(slot),
+            self.slots[number],
+            allocation,
             tensors,
             self.chunk.after_replay,
         )
@@ -145,7 +144,7 @@ class SizeGraphs:
         self,
         sample: torch.Tensor,
         arguments: StaticArguments,
-        memories: Sequence[SlotMemory],
+        memories: SlotMemories,
         together: Together = lambda step: step(),
     ) -> None:
         """Run the passes to capture, and check that they fit; call in a session of the backend.
@@ -162,15 +161,19 @@ class SizeGraphs:
         started = time.perf_counter()
         self._constants = self.chunk.make_constants()
         parameters = CaptureParameters(self.chunk.name, self.chunk.module)
-        self._arguments = arguments
+        self._arguments, self.memories = arguments, memories
         put_back = self.chunk.save_state()
         try:
-            slots = [Slot(sample, arguments, memory) for memory in memories]
+            slots = [self._slot(sample, memory) for memory in memories]
             peak_bytes = self._plan(slots[0], parameters, sample, together)
         finally:
             put_back()
         seconds = time.perf_counter() - started
         self._prepared = _Prepared(slots, parameters, sample, peak_bytes, seconds)
+
+    def _slot(self, sample: torch.Tensor, memory: SlotMemory) -> Slot:
+        assert self._arguments is not None
+        return Slot(sample, self._arguments, memory, self.chunk.constant_arguments)
 
     def record(self) -> None:
         """Capture all slots as prepared, in the same session."""
@@ -279,9 +282,8 @@ class SizeGraphs:
         together: Together,
     ) -> None:
         """Capture the pass and replan it from its replays: [Note: Times of replays]."""
-        assert self._arguments is not None
-        (memory,) = SlotMemory.of(self._backend, 1)
-        slot = Slot(sample, self._arguments, memory)
+        (memory,) = SlotMemories.of(self._backend, 1)
+        slot = self._slot(sample, memory)
         slot.hooks = hooks = planned.timed_slot(memory)
         times: list[Optional[Times]] = []
         try:
@@ -348,17 +350,6 @@ class SizeGraphs:
             f"with: {'; '.join(differences)}. Give every micro-batch the same shapes, or delete "
             "the graphs when the shapes change, so that they are captured again"
         )
-
-    def _warn_of_too_few_slots(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "more than %d micro-batches of %s are in flight at the same time, so some of them "
-                "run without CUDA graphs, with the same result but slower; check whether the "
-                "pipeline schedule is megatron-core's",
-                self.num_slots,
-                self.chunk.name,
-            )
 
     def _current_addresses(self) -> tuple[int, ...]:
         parameters: list[Any] = [p for p in self.chunk.module.parameters() if p.requires_grad]

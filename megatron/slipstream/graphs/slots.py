@@ -11,6 +11,7 @@ it in the same way.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Optional, Protocol
@@ -22,23 +23,24 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPo
 from megatron.slipstream.graphs.capture import Graph, GraphBackend, Tail
 from megatron.slipstream.graphs.static_arguments import StaticArguments, TensorFacts
 
+logger = logging.getLogger(__name__)
+
 MAX_SMALL_BYTES = 64 * 1024
 """Tensors up to this size are copied together, whatever their types: the launch costs more than the
 copy. Larger ones are copied faster one by one."""
 
 
 class Static:
-    """A tensor that graphs read, and the last tensor that was copied to it.
+    """A tensor that graphs read.
 
     Args:
         like: Gives its shape, dtype, device and first contents.
-        is_shared: Whether it is that tensor itself.
+        is_constant: Whether it is that tensor itself, since all calls have the same contents.
     """
 
-    def __init__(self, like: torch.Tensor, is_shared: bool = False) -> None:
-        self.tensor = like if is_shared else like.detach().clone()
-        self.source: Optional[torch.Tensor] = like if is_shared else None
-        self.version = like._version
+    def __init__(self, like: torch.Tensor, is_constant: bool = False) -> None:
+        self.is_constant = is_constant
+        self.tensor = like if is_constant else like.detach().clone()
         is_small = self.tensor.nbytes <= MAX_SMALL_BYTES
         self.words = _as_words(self.tensor) if is_small else None
         """Its memory as int32; None if that is impossible, or the tensor is large."""
@@ -51,10 +53,12 @@ class StaticInputs:
         self._statics = tuple(statics)
 
     def renew(self, sources: Sequence[torch.Tensor]) -> None:
-        """Copy a call's tensors, except those already copied; call with autograd off.
+        """Copy a call's tensors, except constants; call with autograd off.
 
-        Small tensors are copied by one operation: packed sequences have offsets and masks of a few
-        thousand bytes, and each launch costs as much as that of a large copy.
+        The same tensor is copied again: NCCL, ``.data`` and other writers outside of autograd
+        change its contents without a trace. Small tensors are copied by one operation: packed
+        sequences have offsets and masks of a few thousand bytes, and each launch costs as much as
+        that of a large copy.
 
         Args:
             sources: As many tensors as inputs, of the same shapes, dtypes and device.
@@ -62,10 +66,8 @@ class StaticInputs:
         to: list[Any] = []
         words: list[torch.Tensor] = []
         for static, source in zip(self._statics, sources, strict=True):
-            # Rotary tables are the same in every call.
-            if static.source is source and static.version == source._version:
+            if static.is_constant:
                 continue
-            static.source, static.version = source, source._version
             source_words = None if static.words is None else _as_words(source)
             if source_words is None:
                 static.tensor.copy_(source)
@@ -83,9 +85,10 @@ def _as_words(tensor: torch.Tensor) -> Any:
     if tensor.dtype == torch.int32:
         return tensor
     size = tensor.element_size()
-    if not tensor.dim() or tensor.shape[-1] * size % 4 or tensor.storage_offset() * size % 4:
+    if tensor.nbytes % 4 or tensor.storage_offset() * size % 4:
         return None
-    return tensor.view(torch.int32)
+    # Dimensions of size 1 may have any stride, which a view of another dtype does not accept.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.int32)
 
 
 class SlotMemory:
@@ -106,11 +109,6 @@ class SlotMemory:
         self._num_host_users = 0
         self._statics: dict[tuple[str, TensorFacts], Static] = {}
 
-    @classmethod
-    def of(cls, backend: GraphBackend, count: int) -> list[SlotMemory]:
-        """Create ``count`` memories for graphs of this backend."""
-        return [cls(backend.new_pool(), backend.new_tail()) for _ in range(count)]
-
     def share_host_pool(self, backend: Backend) -> HostPool:
         """Return the host memory, shared with one more slot."""
         if self.host_pool is None:
@@ -125,17 +123,17 @@ class SlotMemory:
             self.host_pool.close()
             self.host_pool = None
 
-    def static(self, name: str, like: torch.Tensor, is_shared: bool = False) -> Static:
+    def static(self, name: str, like: torch.Tensor, is_constant: bool = False) -> Static:
         """Return the static input of that name; graphs with equal inputs share it.
 
         Args:
             name: Name of the argument.
             like: See :class:`Static`.
-            is_shared: See there.
+            is_constant: See there.
         """
         key = (name, TensorFacts.of(like))
         if key not in self._statics:
-            self._statics[key] = Static(like, is_shared)
+            self._statics[key] = Static(like, is_constant)
         return self._statics[key]
 
 
@@ -174,12 +172,16 @@ class Slot:
     """One pair of graphs with its static input and output tensors."""
 
     def __init__(
-        self, hidden: torch.Tensor, arguments: StaticArguments, memory: SlotMemory
+        self,
+        hidden: torch.Tensor,
+        arguments: StaticArguments,
+        memory: SlotMemory,
+        constants: frozenset[str] = frozenset(),
     ) -> None:
         self.memory = memory
         self.hidden = memory.static("hidden_states", hidden).tensor.requires_grad_()
         statics = [
-            memory.static(name, tensor)
+            memory.static(name, tensor, name in constants)
             for name, tensor in zip(arguments.names, arguments.tensors, strict=True)
         ]
         self._inputs = StaticInputs(statics)
@@ -212,35 +214,69 @@ class Slot:
 
 
 class SlotAllocation:
-    """A micro-batch's use of a slot. It ends with backward, or when autograd drops it."""
+    """A micro-batch's use of a slot memory. It ends with backward, or when autograd drops it."""
 
-    def __init__(self, slot: Slot) -> None:
-        self._slot: Optional[Slot] = slot
-        slot.memory.is_free = False
-        slot.memory.tail.wait()  # edge E12, if its last backward never ran
+    def __init__(self, memory: SlotMemory) -> None:
+        self._memory: Optional[SlotMemory] = memory
+        memory.is_free = False
+        memory.tail.wait()  # edge E12, if its last backward never ran
 
-    @property
-    def slot(self) -> Slot:
-        """The slot.
-
-        Raises:
-            RuntimeError: It has been freed.
-        """
-        if self._slot is None:
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if it has ended."""
+        if self._memory is None:
             raise RuntimeError(
                 "backward of a micro-batch ran twice, or after its graphs were deleted; a replayed "
                 "chunk keeps no activations for a second time"
             )
-        return self._slot
 
     def end(self) -> None:
-        """Free the slot."""
-        if self._slot is not None:
-            self._slot.memory.is_free = True
-            self._slot = None
+        """Free the memory."""
+        if self._memory is not None:
+            self._memory.is_free = True
+            self._memory = None
 
     # If backward never runs, autograd drops this object with the loss.
     __del__ = end
+
+
+class SlotMemories(tuple[SlotMemory, ...]):
+    """The slot memories of a model chunk: one for each micro-batch in flight."""
+
+    _has_warned = False
+
+    @classmethod
+    def of(cls, backend: GraphBackend, count: int) -> SlotMemories:
+        """Create ``count`` memories for graphs of this backend."""
+        return cls(SlotMemory(backend.new_pool(), backend.new_tail()) for _ in range(count))
+
+    @property
+    def num_in_flight(self) -> int:
+        """The number of micro-batches that use a memory."""
+        return sum(not memory.is_free for memory in self)
+
+    def take(self, name: str, preferred: int = 0) -> Optional[tuple[int, SlotAllocation]]:
+        """Take a free memory for a micro-batch.
+
+        Args:
+            name: What the graphs are of, for a warning if no memory is free.
+            preferred: The number of the memory to take if it is free.
+
+        Returns:
+            The number of the memory and its use; None if all are in use.
+        """
+        for number in (preferred, *range(len(self))):
+            if self[number].is_free:
+                return number, SlotAllocation(self[number])
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "more than %d micro-batches of %s are in flight at the same time, so some of them "
+                "run without CUDA graphs, with the same result but slower; check whether the "
+                "pipeline schedule is megatron-core's",
+                len(self),
+                name,
+            )
+        return None
 
 
 class Replay(torch.autograd.Function):
@@ -251,24 +287,25 @@ class Replay(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         anchor: Optional[torch.Tensor],
+        slot: Slot,
         allocation: SlotAllocation,
         tensors: Sequence[torch.Tensor],
         after_replay: Callable[[], None],
     ) -> torch.Tensor:
-        slot = allocation.slot
         slot.feed(hidden, tensors)  # No gradients are recorded in here.
         slot.replay_forward()
-        ctx.allocation = allocation
+        ctx.slot, ctx.allocation = slot, allocation
         ctx.after_replay = after_replay
         # A copy: schedules send it and then free it, and the next replay overwrites the slot's.
         return slot.output.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        slot = ctx.allocation.slot
+        slot: Slot = ctx.slot
+        ctx.allocation.check()
         slot.grad_output.copy_(grad_outputs[0])
         slot.replay_backward()
         grad = slot.grad_hidden.clone() if ctx.needs_input_grad[0] else None
         ctx.allocation.end()
         ctx.after_replay()
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None

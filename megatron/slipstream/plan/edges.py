@@ -175,8 +175,8 @@ class OtherWait(enum.Enum):
     """The other waits, which protect no copy."""
 
     H2 = (
-        "the host, until the device is idle: before and after captures, and where memory or time "
-        "is measured"
+        "the host, until the device is idle: before and after captures, before graphs are deleted, "
+        "and where memory or time is measured"
     )
     H3 = "the current stream or the host, until ranks have exchanged sizes or opened connections"
 

@@ -203,9 +203,10 @@ def test_so_are_those_of_another_slot_in_the_same_memory(
     streams: Streams, written_after: list[set[str]]
 ) -> None:
     (one, _), (other, _) = captured(streams), captured(streams)
-    (slots,), (others,) = ([g.slots for g in t.graphs.of_size.values()] for t in (one, other))
-    for slot in others:
-        slot.memory = slots[0].memory
+    ((graphs,), (others,)) = (list(t.graphs.of_size.values()) for t in (one, other))
+    others.memories = graphs.memories
+    for slot, memory in zip(others.slots, graphs.memories, strict=True):
+        slot.memory = memory
     written_after.clear()
     one.forward(0)
     gc.collect()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -263,6 +264,47 @@ def _classes(rank: int, world_size: int, port: int) -> list[tuple[str, bool, boo
         for one in undo:
             one()
     return found
+
+
+def _uses(rank: int, world_size: int, port: int) -> list[tuple[Any, ...]]:
+    """Of a layer that offloads in graphs and takes packed sequences, in every order of beginning
+    and ending: what is left, and whether its class, its attributes and its graphs tell so."""
+    from megatron.slipstream.integration.graphs.layers import offload_in_graphs
+    from megatron.slipstream.integration.graphs.packed_layers import take_packed_sequences
+
+    initialize(_case("dense", ()), rank, world_size, port)
+    found: list[tuple[Any, ...]] = []
+    with _as_on_a_gpu([]):
+        case = dataclasses.replace(_case("dense", ()), keeps_layers=True)
+        (chunk,) = build_chunks(case, make_config(case, ["core_attn"]))
+        layer: Any = chunk.decoder.layers[0]
+        own_class = type(layer)
+        begin_use = {
+            "offloads": lambda: offload_in_graphs(chunk, lambda: None),  # type: ignore[arg-type, return-value]
+            "packed": lambda: take_packed_sequences([chunk]),
+        }
+        orders = list(itertools.permutations(begin_use))
+        for begin, end in itertools.product(orders, orders):
+            undo = {use: begin_use[use]() for use in begin}
+            left = set(undo)
+            for use in end:
+                layer.cuda_graphs = [MagicMock()]
+                (graph,) = layer.cuda_graphs
+                for one in undo[use]:
+                    one()
+                left.remove(use)
+                seen = {name for name in begin_use if getattr(layer, name, False)}
+                is_own = type(layer) is own_class
+                deleted = graph.reset.call_count == 1 and layer.cuda_graphs == []
+                found.append((use, left == seen, is_own == (not left), deleted))
+    return found
+
+
+def test_uses_of_a_layer_end_in_any_order() -> None:
+    (found,) = run_ranks(1, _uses)
+    assert len(found) == 8
+    # The graphs of packed sequences are those that it has captured itself.
+    assert set(found) == {("offloads", True, True, True), ("packed", True, True, False)}
 
 
 def test_a_layer_of_a_framework_keeps_what_it_has() -> None:

@@ -5,18 +5,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, Optional
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.graphs.capture import Tail
-from megatron.slipstream.graphs.slots import SlotMemory
+from megatron.slipstream.graphs.slots import SlotMemories, SlotMemory
 from megatron.slipstream.integration.graphs.layers import GraphedMixin
 from megatron.slipstream.integration.graphs.packed_layers import PackedLayers
 
@@ -38,7 +39,7 @@ def captured(*layers: Any, num_sets: int = 1, pre_process: bool = True) -> Packe
     packed, learned = PackedLayers(model), arguments(4)
     for layer in layers:
         packed.learn(layer, torch.ones(8, 1, 4), learned)
-    packed.begin_capture(layers, [SlotMemory(None, Tail()) for _ in range(num_sets)])
+    packed.begin_capture(layers, SlotMemories(SlotMemory(None, Tail()) for _ in range(num_sets)))
 
     def make_graphs(*_: Any, sample_kwargs: list[Mapping[str, Any]], **options: Any) -> Any:
         return sample_kwargs
@@ -64,23 +65,33 @@ def ends(inputs: Mapping[str, torch.Tensor]) -> list[int]:
 def test_each_set_of_graphs_has_inputs_of_its_own() -> None:
     layer = new_layer()
     packed = captured(layer, num_sets=2)
-    loaded = []
+    loaded, in_flight = [], []
     for number, end in enumerate((3, 5)):
         layer.current_microbatch = number
+        in_flight.append(entered(packed, layer))
         loaded.append(packed.load(layer, arguments(end)))
     assert [ends(inputs) for inputs in loaded] == [[3, 3], [5, 5]]
     for inputs, graph in zip(loaded, layer.cuda_graphs, strict=True):
         assert all(inputs[name] is graph[name] for name in graph)
 
 
-def test_arguments_that_are_filled_again_are_read_again_in_the_next_pass() -> None:
+WRITERS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "autograd": lambda to, source: to.copy_(source),
+    "data": lambda to, source: to.data.copy_(source),
+    "what torch does not see, as NCCL": lambda to, source: np.copyto(to.numpy(), source.numpy()),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_arguments_that_are_filled_again_are_read_again_in_the_next_pass(writer: str) -> None:
     first, second = new_layer(), new_layer()
     packed = captured(first, second)
     given = arguments(3)
     assert ends(packed.load(first, given)) == [3, 3]
     other = arguments(6)
-    given["padding_mask"].copy_(other["padding_mask"])
-    given["packed_seq_params"].cu_seqlens_q.copy_(other["packed_seq_params"].cu_seqlens_q)
+    WRITERS[writer](given["padding_mask"], other["padding_mask"])
+    offsets = [each["packed_seq_params"].cu_seqlens_q for each in (given, other)]
+    WRITERS[writer](*offsets)
     for layer in (first, second):
         assert ends(packed.load(layer, given)) == [6, 6]
 
@@ -97,6 +108,84 @@ def test_arguments_live_as_long_as_they_are_known_by_their_identity() -> None:
     assert masks[0]() is not None
     packed.load(first, given)
     assert masks[0]() is None, "of an earlier pass"
+
+
+# Sets
+
+
+def entered(packed: PackedLayers, layer: Any) -> Optional[torch.Tensor]:
+    """The hidden states of a micro-batch that enters the chunk; None if it runs eagerly."""
+    if not packed.has_slot_for(layer):
+        return None
+    return packed.enter(torch.ones(8, 1, 4, requires_grad=True))
+
+
+ORDERS = {
+    # name: (F is a forward pass, B the backward of the micro-batch of this number, - it is dropped;
+    # micro-batch number of megatron-core, the sets taken; None: eagerly)
+    "pipeline": ("F0 F1 B0 F2 B1 F3 B2 B3", [0, 1, 0, 1]),
+    "one after the other": ("F0 B0 F1 B1 F2 B2", [0, 1, 0]),
+    "last first": ("F0 F1 B1 F2 B2 F3", [0, 1, 1, 1]),
+    "more than planned": ("F0 F1 F2 B0 F3 F4", [0, 1, None, 0, None]),
+    "without backward": ("F0 F1 -1 F2", [0, 1, 1]),
+    "not counted": ("F0 F0 F0 B0 F0", [0, 1, None, 0]),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_micro_batch_takes_a_set_that_no_other_uses(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the schedule is; megatron-core's finds the set of its own choice free."""
+    order, expected = ORDERS[name]
+    layer, second = new_layer(), new_layer()
+    packed = captured(layer, second, num_sets=2)
+    graphs = layer.cuda_graphs
+    in_flight: dict[str, Any] = {}
+    taken: list[Optional[int]] = []
+    for kind, number in order.split():
+        if kind == "F":
+            layer.current_microbatch = second.current_microbatch = int(number)
+            hidden = entered(packed, layer)
+            assert packed.has_slot_for(second) == (hidden is not None)
+            taken.append(None if hidden is None else packed.number)
+            if hidden is not None:
+                in_flight[f"{number} {len(taken)}"] = hidden
+                packed.load(layer, arguments(3))
+                assert layer.cuda_graphs[int(number) % 2] is graphs[packed.number]
+        else:
+            hidden = in_flight.pop(min(key for key in in_flight if key.split()[0] == number))
+            if kind == "B":
+                hidden.sum().backward()
+            del hidden
+    assert taken == expected
+    warnings = [record for record in caplog.records if "micro-batches of" in record.getMessage()]
+    assert len(warnings) == (None in expected)
+
+
+def test_hidden_states_without_a_gradient_hold_their_set_until_backward() -> None:
+    layer = new_layer()
+    packed = captured(layer)
+    assert packed.has_slot_for(layer)
+    hidden = packed.enter(torch.ones(8, 1, 4))
+    assert not packed.has_slot_for(layer)
+    hidden.sum().backward()
+    assert packed.has_slot_for(layer)
+
+
+def test_graphs_are_deleted_when_no_replay_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    layer = new_layer()
+    packed = captured(layer)
+    layer.packed = packed
+    packed.model.decoder = SimpleNamespace(layers=[layer])
+    layer.cuda_graphs[0] = SimpleNamespace(reset=lambda: done.append("deleted"))
+    packed.close()
+    assert done == ["waited", "waited", "deleted"]
+    assert (layer.cuda_graphs, layer.packed, packed.is_captured) == ([], None, False)
 
 
 # A layer's replay
@@ -152,6 +241,7 @@ def test_a_gradient_that_is_sent_to_another_stage_is_not_in_the_graphs_memory(
 ) -> None:
     for place, layer in enumerate(packed_layers(pre_process)):
         hidden = torch.ones(8, 1, 4, requires_grad=True)
+        layer.packed.has_slot_for(layer)
         output = layer._te_cuda_graph_replay(hidden, **arguments(3))
         (gradient,) = torch.autograd.grad(output.sum(), hidden)
         assert torch.equal(gradient, layer.gradient)
@@ -165,6 +255,7 @@ def test_the_mask_of_a_replay_is_not_the_next_passs(fails: bool) -> None:
     layer, _ = packed_layers(pre_process=True)
     layer.error = KeyError("of the graph") if fails else None
     given = arguments(3)
+    assert layer.packed.has_slot_for(layer)
     with pytest.raises(KeyError) if fails else nullcontext():
         layer._te_cuda_graph_replay(torch.ones(8, 1, 4), **given)
     layer._forward_mlp(torch.ones(8, 1, 4))  # an evaluation, without a graph

@@ -44,7 +44,7 @@ from megatron.slipstream.integration.graphs.quantized_weights import (
     quantize_weights_in_every_pass,
     without_fp8_skip_flag,
 )
-from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables
+from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables, constant_arguments
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
 from megatron.slipstream.integration.packed.context_parallel_groups import context_parallel_groups
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
@@ -231,7 +231,8 @@ def _check_not_replayed(blocks: Sequence[torch.nn.Module]) -> None:
 
 
 def _chunk(wrapper: Any, num_slots: int, name: str) -> Chunk:
-    block = get_attr_wrapped_model(wrapper, "decoder")
+    model: Any = get_attr_wrapped_model(wrapper, "decoder", return_model_obj=True)
+    block = model.decoder
     parallel = _DataParallel(wrapper, block)
     checks_capacity = bool(_capacities(block))
 
@@ -249,6 +250,7 @@ def _chunk(wrapper: Any, num_slots: int, name: str) -> Chunk:
         save_state=partial(_save_state, block),
         offloading=_offloading(wrapper, num_slots, name),
         make_constants=partial(RotaryTables, block),
+        constant_arguments=constant_arguments(model),
     )
 
 

@@ -17,7 +17,7 @@ module when their model is first called with gradients, before any capture.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -93,9 +93,12 @@ class GraphedMixin(torch.nn.Module):
         self.offload_module_in_cuda_graph = False
 
     def _should_call_te_cudagraph(self, *arguments: Any, **options: Any) -> bool:
-        if self.packed is not None and not torch.is_grad_enabled():
+        is_graphed = super()._should_call_te_cudagraph(*arguments, **options)  # type: ignore[misc]
+        if self.packed is None or not self.cuda_graphs:
+            return bool(is_graphed)
+        if not is_graphed or not torch.is_grad_enabled():
             return False  # A pass without backward would use the graphs of one in flight.
-        return bool(super()._should_call_te_cudagraph(*arguments, **options))  # type: ignore[misc]
+        return not self.packed.is_captured or self.packed.has_slot_for(self)
 
     def _forward_mlp(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         if self._mask_now is not None:
@@ -144,6 +147,13 @@ class GraphedMixin(torch.nn.Module):
 
     # Replay
 
+    @property
+    def _set_now(self) -> tuple[int, int]:
+        """Number and context-parallel size of the graphs that the current micro-batch replays."""
+        if self.packed is not None and self.packed.is_captured:
+            return self.packed.number, self.packed.size
+        return getattr(self, "current_microbatch", 0) % len(self.cuda_graphs), ONE_SIZE
+
     def _te_cuda_graph_replay(self, *arguments: Any, **options: Any) -> Any:
         replay = super()._te_cuda_graph_replay  # type: ignore[misc]
         if self.packed is None or not self.packed.is_captured:
@@ -152,9 +162,7 @@ class GraphedMixin(torch.nn.Module):
             outputs = self._replay_packed(self.packed, replay, *arguments, **options)
         manager = _engine_of(self)
         if manager is not None:
-            number = getattr(self, "current_microbatch", 0) % len(self.cuda_graphs)
-            size = ONE_SIZE if self.packed is None else self.packed.size
-            graph = GraphId(self._vp_stage, self.layer_number, number, size)
+            graph = GraphId(self._vp_stage, self.layer_number, *self._set_now)
             manager.graphs.note_replay(graph)
             # Copies may be delayed until the next graph launch (delay_offload_until_cuda_graph):
             # none follows the last graph.
@@ -166,8 +174,8 @@ class GraphedMixin(torch.nn.Module):
         self, packed: PackedLayers, replay: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Any:
         call = _without_hidden(options)
-        if packed.sends_gradient(self):
-            arguments, options = _with_hidden(arguments, options, _CopiedGradient.apply)
+        if packed.is_first(self):
+            arguments, options = _with_hidden(arguments, options, packed.enter)
         self._inputs_now = packed.load(self, call)
         self._mask_now = call.get("padding_mask")
         if self.captures_attention:  # Otherwise megatron-core runs it before the graph.
@@ -243,8 +251,7 @@ def offload_in_graphs(
     for layer in chunk.modules():
         if not isinstance(layer, (TransformerLayer, MambaLayer)):
             continue
-        if not isinstance(layer, GraphedMixin):
-            undo.append(convert(layer, GraphedMixin))
+        undo.append(convert(layer, GraphedMixin))
         if not layer.offloads:
             marks = {name: vars(layer)[name] for name in _MARKS if name in vars(layer)}
             if is_since("0.19"):
@@ -252,7 +259,7 @@ def offload_in_graphs(
             layer.enable_offload(stage)
             undo.append(undo_on(layer, functools.partial(_disable_offload, marks)))
         layer.find_engine = find_engine
-        undo.append(undo_on(layer, _forget_engine))
+        undo.append(undo_on(layer, _leave_engine))
     return undo
 
 
@@ -265,8 +272,28 @@ def _disable_offload(marks: Mapping[str, Any], layer: Any) -> None:
     vars(layer).update(marks)
 
 
-def _forget_engine(layer: Any) -> None:
+def _leave_engine(layer: Any) -> None:
+    delete_graphs([layer])  # They copy to host memory of the engine.
     layer.find_engine = None
+
+
+def delete_graphs(layers: Iterable[Any]) -> None:
+    """Delete the graphs of layers, which run eagerly until they are captured again."""
+    for layer in layers:
+        graphs = getattr(layer, "cuda_graphs", None)
+        if not graphs:
+            continue
+        finish_replays()
+        for graph in graphs:
+            if hasattr(graph, "reset"):  # since Transformer Engine 2.10
+                graph.reset()
+        layer.cuda_graphs, layer.cuda_graph_manual_hooks = [], []
+
+
+def finish_replays() -> None:
+    """Wait until no graph runs, before what graphs use is freed."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # H2
 
 
 def open_graphs(
@@ -342,22 +369,6 @@ def _mark_backward(
             marked = _BackwardGraph.apply(output, manager, graphed, record)
             return (*outputs[:index], marked, *outputs[index + 1 :])
     return outputs
-
-
-class _CopiedGradient(torch.autograd.Function):
-    """Identity that copies its gradient out of the graphs' memory.
-
-    The gradient is sent to the previous stage, and the send may still run when the next micro-batch
-    uses the set of graphs that owns the memory.
-    """
-
-    @staticmethod
-    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(_: Any, *grad_outputs: Any) -> Any:
-        return grad_outputs[0].clone()
 
 
 def _with_hidden(

@@ -10,7 +10,8 @@ offsets, padding mask, rotary table) become static inputs, and everything else i
 megatron-core captures graphs for each micro-batch of an iteration. Here a model chunk has as many
 sets of graphs as its schedule has micro-batches in flight. Micro-batches go through a chunk in one
 order, forward and backward, so set ``m % number of sets`` is free for micro-batch ``m``, for any
-number of micro-batches. The graphs of a set share one slot memory, which no other set uses.
+number of micro-batches. With a schedule of another order it takes another free set, or runs
+eagerly. The graphs of a set share one slot memory, which no other set uses.
 
 [Note: A bank of layer graphs]
 With dynamic context parallelism a set has graphs for each context-parallel size. They share its
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
@@ -36,21 +38,32 @@ from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.graphs.bank import CpSizes, together
 from megatron.slipstream.graphs.capture import Tail
-from megatron.slipstream.graphs.slots import SlotMemory, Static, StaticInputs
+from megatron.slipstream.graphs.slots import (
+    SlotAllocation,
+    SlotMemories,
+    SlotMemory,
+    Static,
+    StaticInputs,
+)
 from megatron.slipstream.graphs.static_arguments import (
     CapturedCall,
     StaticArguments,
     TensorFacts,
 )
 from megatron.slipstream.integration.graphs.cp_sizes import DynamicSizes
-from megatron.slipstream.integration.graphs.layers import GraphedMixin, open_graphs
-from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables
+from megatron.slipstream.integration.graphs.layers import (
+    GraphedMixin,
+    delete_graphs,
+    finish_replays,
+    open_graphs,
+)
+from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables, constant_arguments
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
 from megatron.slipstream.integration.packed.context_parallel_groups import context_parallel_groups
 from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.rules import require
-from megatron.slipstream.patches import table
+from megatron.slipstream.patches import patching, table
 from megatron.slipstream.patches.table import Feature
 
 NUM_WARMUPS = 3
@@ -68,15 +81,25 @@ class PackedLayers:
     def __init__(self, model: torch.nn.Module, sizes: Optional[CpSizes] = None) -> None:
         self.model: Any = model
         self.sizes = sizes
+        self._stage: int = getattr(model, "vp_stage", None) or 0
+        self._anchor = torch.zeros((), requires_grad=True)
+        """Input of a pass whose hidden states need no gradient."""
         self.size = ONE_SIZE
         """The context-parallel size of the capture or of the current micro-batch."""
+        self._constants = constant_arguments(model)
         self._hidden: Optional[TensorFacts] = None
         self._learned: dict[torch.nn.Module, StaticArguments] = {}
         self._forget_graphs()
 
     def _forget_graphs(self) -> None:
-        self.sets: list[SlotMemory] = []
+        self.sets = SlotMemories()
         """The memory of each set of graphs."""
+        self.number = 0
+        """The set of the current micro-batch."""
+        self._taken: Optional[SlotAllocation] = None
+        """Its use of the set, until autograd keeps it."""
+        self._runs_eagerly = False
+        """Whether the current micro-batch has no set."""
         self._layers: Sequence[Any] = ()
         """The captured layers, in the order of a forward pass."""
         self._static_hidden: list[list[torch.Tensor]] = []
@@ -85,8 +108,8 @@ class PackedLayers:
         """Rotary tables, kept alive as long as the graphs."""
         self._calls: dict[int, dict[torch.nn.Module, CapturedCall]] = {}
         """Captured arguments by size and layer."""
-        self._graphs: dict[int, list[dict[torch.nn.Module, Any]]] = {}
-        """Graphs by size, set and layer."""
+        self._graphs: dict[int, dict[torch.nn.Module, list[Any]]] = {}
+        """Graphs by size, layer and set."""
         self._loaded: dict[tuple[int, ...], tuple[tuple[Any, ...], dict[str, torch.Tensor]]] = {}
         """By the identity of the current micro-batch's arguments: these arguments, which must live
         as long as they are identified so, and the static inputs that they are copied to."""
@@ -142,11 +165,11 @@ class PackedLayers:
         for layers in filter(None, _of_chunks(helper)):
             layers[0].packed.hand_over_graphs()
 
-    def begin_capture(self, layers: Sequence[Any], sets: Sequence[SlotMemory]) -> None:
+    def begin_capture(self, layers: Sequence[Any], sets: SlotMemories) -> None:
         """Allocate the inputs of these layers' graphs, in the memory of each set."""
         assert self._hidden is not None
         shape, dtype, device = self._hidden
-        self._layers, self.sets = tuple(layers), list(sets)
+        self._layers, self.sets = tuple(layers), sets
         self._tables = RotaryTables(self.model)
         self._static_hidden = [
             [torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for _ in layers]
@@ -164,8 +187,7 @@ class PackedLayers:
         assert self._tables is not None
         self.size = size
         self._calls[size] = self._calls_of(size)
-        stage = getattr(self.model, "vp_stage", None) or 0
-        of_sets: list[dict[torch.nn.Module, Any]] = []
+        of_layers: dict[torch.nn.Module, list[Any]] = {layer: [] for layer in self._layers}
         for number, memory in enumerate(self.sets):
             named = []
             for layer in self._layers:
@@ -174,7 +196,7 @@ class PackedLayers:
                 StaticInputs(statics.values()).renew(self._calls[size][layer].arguments.tensors)
                 named.append({name: static.tensor for name, static in statics.items()})
             if engine is not None:
-                engine.graphs.begin_set(stage, number, size)
+                engine.graphs.begin_set(self._stage, number, size)
             with self._tables.in_place():
                 graphs = make_graphs(
                     self._layers,
@@ -185,22 +207,32 @@ class PackedLayers:
                     pool=memory.pool,
                     num_warmup_iters=1 if number else NUM_WARMUPS,
                 )
-            of_sets.append(dict(zip(self._layers, graphs, strict=True)))
-        self._graphs[size] = of_sets
+            for layer, graph in zip(self._layers, graphs, strict=True):
+                of_layers[layer].append(graph)
+        self._graphs[size] = of_layers
 
     def end_capture(self) -> None:
         """Assign the layers their graphs."""
         self._static_hidden.clear()  # Transformer Engine's functions keep them alive.
         for layer in self._layers:
-            self._use(layer)
+            layer.cuda_graphs = self._graphs[self.size][layer]
 
     def hand_over_graphs(self) -> None:
         """Assign each layer its graphs of all sizes and sets, to be deleted, and release memory."""
+        finish_replays()
         for layer in self._layers:
-            layer.cuda_graphs = [
-                of_layers[layer] for of_sets in self._graphs.values() for of_layers in of_sets
-            ]
+            graphs = (of_layers[layer] for of_layers in self._graphs.values())
+            layer.cuda_graphs = list(itertools.chain.from_iterable(graphs))
         self._forget_graphs()
+
+    def close(self) -> None:
+        """Delete the graphs; the layers no longer take part."""
+        layers = self._layers
+        self.hand_over_graphs()
+        delete_graphs(layers)
+        for layer in self.model.decoder.layers:
+            if _packed_of(layer) is self:
+                layer.packed = None
 
     def _calls_of(self, size: int) -> dict[torch.nn.Module, CapturedCall]:
         """Return the call of each layer in graphs for a size; equal calls are shared."""
@@ -227,10 +259,7 @@ class PackedLayers:
         call = self._calls[self.size][layer].arguments
         statics = {}
         for name, tensor in zip(call.names, call.tensors, strict=True):
-            # Tables do not change, so layers and sets share the given one.
-            is_table = tensor.is_floating_point()
-            known_as = f"{name} of {self.size}" if is_table else name
-            statics[_keyword(name)] = memory.static(known_as, tensor, is_shared=is_table)
+            statics[_keyword(name)] = memory.static(name, tensor, name in self._constants)
         return statics
 
     def captured_arguments(self, layer: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -254,17 +283,42 @@ class PackedLayers:
         if layer is self._layers[0]:
             self._loaded.clear()
             self.size = ONE_SIZE if self.sizes is None else self.sizes.size_of(options)
-        if self.sizes is not None:
-            self._use(layer)
+        graphs = self._graphs[self.size][layer]
+        number = layer.current_microbatch % len(graphs)  # as megatron-core chooses
+        if number != self.number:
+            graphs = [*graphs]
+            graphs[number] = graphs[self.number]
+        layer.cuda_graphs = graphs
         arguments = tuple(options.values())
         key = tuple(map(id, arguments))
         if key not in self._loaded:
             self._loaded[key] = arguments, self._copied(layer, options)
         return self._loaded[key][1]
 
-    def sends_gradient(self, layer: torch.nn.Module) -> bool:
-        """Whether the gradient of a layer's input goes to another pipeline stage."""
-        return layer is self._layers[0] and not self.model.pre_process
+    def is_first(self, layer: torch.nn.Module) -> bool:
+        """Whether a micro-batch enters the graphs by this layer."""
+        return layer is self._layers[0]
+
+    def has_slot_for(self, layer: Any) -> bool:
+        """Return whether the current micro-batch has a set of graphs, before its layer runs.
+
+        The first layer takes one for the whole chunk: [Note: Slots of layer graphs].
+        """
+        if self.is_first(layer):
+            self._taken = None
+            preferred = layer.current_microbatch % len(self.sets)
+            taken = self.sets.take(f"the layers of model chunk {self._stage}", preferred)
+            self._runs_eagerly = taken is None
+            if taken is not None:
+                self.number, self._taken = taken
+        return not self._runs_eagerly
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return a micro-batch's hidden states; their gradient frees its set."""
+        anchor = None if hidden.requires_grad else self._anchor  # so that backward runs
+        taken, self._taken = self._taken, None
+        output: torch.Tensor = _Entered.apply(hidden, anchor, taken, not self.model.pre_process)
+        return output
 
     def _copied(self, layer: Any, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         seen, call = _seen_by_graphs(layer, options), self._calls[self.size][layer]
@@ -277,14 +331,32 @@ class PackedLayers:
                 f"{'; '.join(call.differences(seen))}; give all micro-batches one capacity "
                 "(seq_length, thd_max_packed_sequences)"
             )
-        memory = self.sets[layer.current_microbatch % len(self.sets)]
-        statics = self._statics_of(layer, memory)
+        statics = self._statics_of(layer, self.sets[self.number])
         StaticInputs(statics.values()).renew(tensors)
         return {name: static.tensor for name, static in statics.items()}
 
-    def _use(self, layer: Any) -> None:
-        """Make the layer replay the graphs of the current size."""
-        layer.cuda_graphs = [of_layers[layer] for of_layers in self._graphs[self.size]]
+
+class _Entered(torch.autograd.Function):
+    """Identity in front of a chunk's first layer, whose backward is the last of its graphs'."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        anchor: Optional[torch.Tensor],
+        taken: SlotAllocation,
+        is_sent: bool,
+    ) -> torch.Tensor:
+        ctx.taken, ctx.is_sent = taken, is_sent
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (grad,) = grad_outputs
+        ctx.taken.end()
+        # The send to the previous stage may still run when the next micro-batch uses the set that
+        # owns the memory.
+        return grad.clone() if ctx.is_sent else grad, None, None, None
 
 
 def _of_chunks(helper: Any) -> list[list[Any]]:
@@ -308,7 +380,7 @@ def _capture(config: Any, of_chunks: Sequence[Sequence[Any]]) -> None:
         if layers:
             engine = engine if chunks else open_graphs(layers[0], slots)
             chunks.append(layers[0].packed)
-            chunks[-1].begin_capture(layers, [_new_memory() for _ in range(num_sets)])
+            chunks[-1].begin_capture(layers, _new_sets(num_sets))
     sizes = chunks[0].sizes if chunks else None
     make_graphs = functools.partial(cuda_graphs.make_graphed_callables, **_options(config))
 
@@ -334,9 +406,9 @@ def _options(config: Any) -> dict[str, Any]:
     return options
 
 
-def _new_memory() -> SlotMemory:
-    pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
-    return SlotMemory(pool, Tail())
+def _new_sets(count: int) -> SlotMemories:
+    new_pool = torch.cuda.graph_pool_handle if torch.cuda.is_available() else lambda: None
+    return SlotMemories(SlotMemory(new_pool(), Tail()) for _ in range(count))
 
 
 def _seen_by_graphs(layer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -386,22 +458,19 @@ def take_packed_sequences(
     chunks: Sequence[torch.nn.Module], limits: Optional[RankLimits] = None
 ) -> list[Callable[[], None]]:
     """Do the same as :func:`with_packed_layer_graphs`; return functions that undo it."""
-    table.apply(Feature.PACKED_LAYER_GRAPHS, Feature.FUSED_ROTATION)
-    undo: list[Callable[[], None]] = [functools.partial(table.undo, Feature.PACKED_LAYER_GRAPHS)]
+    table.apply(Feature.FUSED_ROTATION)
+    user = object()  # Others may go on when these chunks no longer take part.
+    patching.apply(table.TABLE[Feature.PACKED_LAYER_GRAPHS], user)
+    undo: list[Callable[[], None]] = [functools.partial(patching.undo, user)]
     for chunk in chunks:
         model: Any = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
         sizes = None
         if limits is not None:
             sizes = DynamicSizes(model, limits, context_parallel_groups(limits))
         packed = PackedLayers(model, sizes)
+        undo.append(undo_on(packed, PackedLayers.close))
         for layer in model.decoder.layers:
             if isinstance(layer, TransformerLayer) and _packed_of(layer) is None:
-                if not isinstance(layer, GraphedMixin):
-                    undo.append(convert(layer, GraphedMixin))
+                undo.append(convert(layer, GraphedMixin))
                 layer.packed = packed
-                undo.append(undo_on(layer, _forget_packed))
     return undo
-
-
-def _forget_packed(layer: Any) -> None:
-    layer.packed = None

@@ -23,6 +23,18 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 
 from megatron.slipstream.patches.patching import replace_on
 
+
+def constant_arguments(model: torch.nn.Module) -> frozenset[str]:
+    """Return the names of a model chunk's arguments whose tensors depend on their shape only.
+
+    A table of ``RotaryEmbedding`` is a function of its length and of the context-parallel group,
+    and graphs are of one length and one group. Other tables may depend on a micro-batch's
+    positions.
+    """
+    is_table = isinstance(getattr(model, "rotary_pos_emb", None), RotaryEmbedding)
+    return frozenset(("rotary_pos_emb",) if is_table else ())
+
+
 _METHODS = ((RotaryEmbedding, "forward"), (YarnRotaryEmbedding, "get_cached_cos_sin"))
 """Methods that return a table, by class; the second is for fused multi-latent attention."""
 

@@ -4,38 +4,67 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-_classes: dict[tuple[type, type], type] = {}
-"""Derived classes, keyed by mixin and the layers' own class."""
+
+class _Conversion(NamedTuple):
+    kind: type
+    """The layer's own class."""
+    mixins: list[type]
+    """The mixins of its present class, the outermost last; each once for each of its users."""
+
+
+_conversions: weakref.WeakKeyDictionary[Any, _Conversion] = weakref.WeakKeyDictionary()
 
 
 def convert(layer: Any, mixin: type) -> Callable[[], None]:
-    """Derive the class of one layer from ``mixin`` and its own class.
+    """Derive the class of one layer from ``mixin`` and its present class, unless it is already.
 
     Args:
         layer: A module.
         mixin: A class without state of its own.
 
     Returns:
-        A function that restores the layer's class. It does not keep the layer alive.
+        A function that takes the mixin away, unless others have converted the layer with it too.
+        Such functions may be called in any order. They do not keep the layer alive.
     """
-    kind = type(layer)
-    if (mixin, kind) not in _classes:
-        name = f"{mixin.__name__.removesuffix('Mixin')}{kind.__name__}"
-        _classes[mixin, kind] = type(name, (mixin, kind), {})
-    layer.__class__ = _classes[mixin, kind]
-    return undo_on(layer, lambda layer: setattr(layer, "__class__", kind))
+    conversion = _conversions.setdefault(layer, _Conversion(type(layer), []))
+    conversion.mixins.append(mixin)
+    layer.__class__ = _class_of(conversion)
+    return undo_on(layer, lambda layer: _take_away(layer, mixin))
+
+
+def _take_away(layer: Any, mixin: type) -> None:
+    conversion = _conversions[layer]
+    conversion.mixins.remove(mixin)
+    layer.__class__ = _class_of(conversion)
+    if not conversion.mixins:
+        del _conversions[layer]
+
+
+def _class_of(conversion: _Conversion) -> Any:
+    kind: Any = conversion.kind
+    mixin: Any
+    for mixin in conversion.mixins:
+        if not issubclass(kind, mixin):
+            kind = _derived(mixin, kind)
+    return kind
+
+
+@functools.cache
+def _derived(mixin: Any, kind: Any) -> type:
+    return type(f"{mixin.__name__.removesuffix('Mixin')}{kind.__name__}", (mixin, kind), {})
 
 
 def undo_on(layer: Any, undo: Callable[[Any], None]) -> Callable[[], None]:
-    """Return a function that calls ``undo`` with the layer, without keeping the layer alive."""
-    reference = weakref.ref(layer)
+    """Return a function that calls ``undo`` with the layer once, without keeping it alive."""
+    references = [weakref.ref(layer)]
 
     def call() -> None:
-        layer = reference()
+        layer = references.pop()() if references else None
         if layer is not None:
             undo(layer)
 
