@@ -15,12 +15,12 @@ from megatron.slipstream.cli_plan.models import speed_for
 from megatron.slipstream.cli_plan.options import AIMS, SEARCH, flag_of
 from megatron.slipstream.cli_plan.sizes import MAX_BYTES
 from megatron.slipstream.estimate.file_errors import writing
-from megatron.slipstream.estimate.fit import STEP_TOKENS, Finder, Fit, Row
+from megatron.slipstream.estimate.fit import STEP_TOKENS, Finder, Fit
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.model_state import host_state_bytes, state_bytes
 from megatron.slipstream.estimate.training_setup import Configured
-from megatron.slipstream.estimate.ways import BUDGET, BUILT_IN, FULL, HOST, WAYS, Limits
+from megatron.slipstream.estimate.ways import BUDGET, BUILT_IN, FULL, HOST, WAYS, Iteration, Limits
 from megatron.slipstream.plan.progress_bar import bar_on_stderr
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.whole_files import write_whole
@@ -47,7 +47,7 @@ class Answer:
     fits: tuple[Fit, ...]
     common_size: int
     """0 if there is none."""
-    rows: tuple[Optional[Row], ...]
+    rows: tuple[Optional[Iteration], ...]
     """What each way takes at the common size."""
 
 
@@ -155,9 +155,9 @@ def _lines(
     yield _sentence(answer, finder, speed)
     yield ""
     yield from _table(answer)
-    row = answer.fits[WAYS.index(BUDGET)].row
+    row = answer.fits[WAYS.index(BUDGET)].found
     if row is not None:
-        flags = " ".join(["--activation-memory-budget auto", *row.tile_flags])
+        flags = " ".join(["--activation-memory-budget auto", *row.tiles.flags])
         yield f"For the last row, train with {flags}"
     yield _assumptions(finder, speed, options)
     if not options.details:
@@ -177,7 +177,7 @@ def _sentence(answer: Answer, finder: Finder, speed: Speed) -> str:
     par = finder.configured.shape.parallelism
     gpus = f"one {speed.name} GPU" if par.num_gpus == 1 else f"{par.num_gpus} {speed.name} GPUs"
     start = f"{finder.configured.title} on {gpus}"
-    if budget.row is None:
+    if budget.found is None:
         beyond = "" if budget.beyond is None else (
             f": {finder.step} would take {format_bytes(budget.beyond.parts.total)} of "
             f"{format_bytes(finder.limits.device_bytes)}, of which state "
@@ -192,10 +192,10 @@ def _table(answer: Answer) -> Iterator[str]:
     rows = [["way", answer.unit, "step", "tokens/s", "device", "host", at, "tokens/s", "wall"]]
     for fit, common in zip(answer.fits, answer.rows, strict=True):
         used = ["-", "-"]
-        if fit.row is not None:
-            usage = fit.row.usage
+        if fit.found is not None:
+            usage = fit.found.usage
             used = [format_bytes(usage.parts.total), format_bytes(usage.host_bytes)]
-        rows.append([_TITLES[fit.way], f"{fit.size:,}", *_times(fit.row), *used,
+        rows.append([_TITLES[fit.way], f"{fit.size:,}", *_times(fit.found), *used,
                      *_times(common), _WALLS[fit.wall]])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells, wall in rows:
@@ -203,7 +203,7 @@ def _table(answer: Answer) -> Iterator[str]:
         yield "  ".join([name.ljust(widths[0]), *middle, wall])
 
 
-def _times(row: Optional[Row]) -> list[str]:
+def _times(row: Optional[Iteration]) -> list[str]:
     return [f"{row.step_ms / 1e3:.3g} s", f"{row.tokens_per_s:,.0f}"] if row else ["-", "-"]
 
 
@@ -222,9 +222,9 @@ def _assumptions(finder: Finder, speed: Speed, options: argparse.Namespace) -> s
 
 
 def _details(fit: Fit, unit: str) -> Iterator[str]:
-    text = fit.row.text if fit.row else "does not fit"
+    text = fit.found.describe() if fit.found else "does not fit"
     yield f"{_TITLES[fit.way]}, {fit.size:,} {unit}: {text}"
-    for usage, what in ((fit.row and fit.row.usage, "peak"), (fit.beyond, "next size")):
+    for usage, what in ((fit.found and fit.found.usage, "peak"), (fit.beyond, "next size")):
         if usage is not None:
             sizes = usage.parts._asdict().items()
             parts = [f"{name} {format_bytes(size)}" for name, size in sizes if size]

@@ -4,45 +4,27 @@
 
 from __future__ import annotations
 
-import bisect
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import MAX_SIZE
 from megatron.slipstream.estimate.training_setup import Configured
-from megatron.slipstream.estimate.ways import BUDGET, HOST, Iteration, Limits, SizedModel, Usage
+from megatron.slipstream.estimate.ways import (
+    BUDGET,
+    HOST,
+    WAYS,
+    Iteration,
+    Limits,
+    SizedModel,
+    Usage,
+)
 
 STEP_TOKENS = 1024
 """Sequences are searched in multiples of this many tokens per context-parallel rank."""
-
-
-class Row(NamedTuple):
-    """What a way takes at a size that fits."""
-
-    text: str
-    """What it recomputes, moves and tiles."""
-    label: str
-    """The same in short."""
-    tile_flags: tuple[str, ...]
-    """Flags that turn its tiles on."""
-    usage: Usage
-    step_ms: float
-    tokens_per_s: float
-    """Tokens per second and GPU."""
-
-    @classmethod
-    def of(cls, found: Iteration) -> Row:
-        """Describe an iteration."""
-        return cls(
-            found.describe(),
-            found.label,
-            found.tiles.flags,
-            found.usage,
-            found.step_ms,
-            found.tokens_per_s,
-        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +34,7 @@ class Fit:
     way: str
     size: int
     """Tokens of a sequence, or sequences of a micro-batch; 0 if none fits."""
-    row: Optional[Row]
+    found: Optional[Iteration]
     """What it takes at that size; None if none fits."""
     beyond: Optional[Usage]
     """What the next size would take; None if the search ended at the largest planned size."""
@@ -79,39 +61,46 @@ class Finder:
     searched: str
     step: int
     _models: dict[int, SizedModel] = field(default_factory=dict, compare=False)
+    _sizes: dict[str, int] = field(default_factory=dict, compare=False)
 
     def fit(self, way: str) -> Fit:
         """Return the largest size that fits with a way."""
         size = self.largest(way)
-        row = self.at(way, size) if size else None
+        found = self.at(way, size) if size else None
         next_size = size + self.step
         if next_size > MAX_SIZE:
-            return Fit(way, size, row, None, "")
+            return Fit(way, size, found, None, "")
         model = self.model(next_size)
         usage = (model.least() if way == BUDGET else model.fixed(way)).usage
         # A budget's least device memory may need more of the host than there is.
         short = usage.parts.largest if self.limits.host_bytes is None else HOST
-        return Fit(way, size, row, usage, usage.exceeded(self.limits) or short)
+        return Fit(way, size, found, usage, usage.exceeded(self.limits) or short)
 
     def largest(self, way: str) -> int:
         """Return the largest size that fits with a way; 0 if none does."""
-        most = MAX_SIZE // self.step
-        return self.step * _largest(lambda count: self.fits(way, count * self.step), most)
+        if way not in self._sizes:
+            low = 0
+            if way == BUDGET:  # It may choose what another way does.
+                low = max(self.largest(other) for other in WAYS if other != BUDGET) // self.step
+            most = MAX_SIZE // self.step
+            found = _largest(lambda count: self._excess(way, count * self.step), low, most)
+            self._sizes[way] = self.step * found
+        return self._sizes[way]
 
-    def fits(self, way: str, size: int) -> bool:
-        """Return whether a size fits with a way."""
+    def at(self, way: str, size: int) -> Optional[Iteration]:
+        """Return an iteration of a size; None if it does not fit."""
         model = self.model(size)
         if way == BUDGET:
-            return model.has_budget(self.limits)
-        return not model.fixed(way).usage.exceeded(self.limits)
+            return model.within(self.limits)
+        found = model.fixed(way)
+        return None if found.usage.exceeded(self.limits) else found
 
-    def at(self, way: str, size: int) -> Optional[Row]:
-        """Return what a way takes at a size; None if it does not fit."""
-        if not self.fits(way, size):
-            return None
+    def _excess(self, way: str, size: int) -> float:
+        """Return the bytes above the limits; of a budget only whether there are any, as -1 or 1."""
         model = self.model(size)
-        found = model.within(self.limits) if way == BUDGET else model.fixed(way)
-        return None if found is None else Row.of(found)
+        if way == BUDGET:
+            return -1.0 if model.has_budget(self.limits) else 1.0
+        return model.fixed(way).usage.excess_bytes(self.limits)
 
     def model(self, size: int) -> SizedModel:
         """Return the model at a size."""
@@ -124,10 +113,38 @@ class Finder:
         return self._models[size]
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest count up to ``most`` that fits, where all smaller ones do; 0 if none."""
-    high = 1
-    while high <= most and fits(high):
-        high *= 2
-    counts = range(high // 2, min(high, most + 1))
-    return counts[bisect.bisect_left(counts, True, lo=1, key=lambda count: not fits(count)) - 1]
+def _largest(excess: Callable[[int], float], low: int, most: int) -> int:
+    """Return the largest count up to ``most`` without excess, where no smaller one has any.
+
+    Memory grows about linearly, so the line through two known counts leads to the next one.
+
+    Args:
+        excess: Returns how far a count is above the limit; above 0 if it does not fit.
+        low: A count that fits, or 0.
+        most: The largest count of interest.
+    """
+    high = most + 1
+    fits: tuple[int, float] = (low, math.nan)
+    fails: tuple[int, float] = (high, math.nan)
+    before = fits
+    for turn in itertools.count():
+        if high - low <= 1:
+            return low
+        if fails[0] <= most:
+            count = low + (high - low) // 2 if turn % 3 == 2 else _crossing(fits, fails)
+        else:
+            count = max(2 * low, _crossing(before, fits))
+        count = min(max(count, low + 1), high - 1)
+        value = excess(count)
+        if value > 0:
+            high, fails = count, (count, value)
+        else:
+            low, before, fits = count, fits, (count, value)
+    raise AssertionError("unreachable")
+
+
+def _crossing(one: tuple[int, float], other: tuple[int, float]) -> int:
+    """Return where the line through two points is 0; the middle if that is not known."""
+    (x, at_x), (y, at_y) = one, other
+    share = at_x / (at_x - at_y) if at_x != at_y else 0.5
+    return x + math.floor((y - x) * (share if math.isfinite(share) else 0.5))

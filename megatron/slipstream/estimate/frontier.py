@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, Optional
 
-from megatron.slipstream.estimate.fit import Finder, Row
-from megatron.slipstream.estimate.ways import BUDGET, OFF, WAYS
+from megatron.slipstream.estimate.fit import Finder
+from megatron.slipstream.estimate.ways import BUDGET, OFF, WAYS, Iteration
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.render import format_bytes
@@ -187,7 +187,7 @@ def sweep_budgets(
     """
     size: int = getattr(finder.configured.shape, finder.searched)
     model = finder.model(size)
-    rows = {way: Row.of(model.fixed(way)) for way in WAYS if way != BUDGET}
+    rows = {way: model.fixed(way) for way in WAYS if way != BUDGET}
     off = rows[OFF]
     low = model.least().usage.parts.total
     high, state = off.usage.parts.total, off.usage.parts.state
@@ -198,8 +198,7 @@ def sweep_budgets(
         # Closer together where memory is short, since time changes most there.
         share = (place / (num_points - 1)) ** 2
         budget = _bytes_to_type(low + (high - low) * share - state)
-        limited = replace(finder, limits=replace(finder.limits, device_bytes=state + budget))
-        row = limited.at(BUDGET, size)
+        row = model.within(replace(finder.limits, device_bytes=state + budget))
         if row is not None:
             points.append(_point_of(budget, row, off.step_ms))
     report(num_points, num_points)
@@ -242,7 +241,7 @@ def _point(trace: Trace, base: PolicyOptions, option: Sweep, value: float) -> Fr
     )
 
 
-def _point_of(value: int, row: Row, compute_ms: float) -> FrontierPoint:
+def _point_of(value: int, row: Iteration, compute_ms: float) -> FrontierPoint:
     return FrontierPoint(
         option="activation_memory_budget",
         value=value,
@@ -255,7 +254,7 @@ def _point_of(value: int, row: Row, compute_ms: float) -> FrontierPoint:
     )
 
 
-def _percent(row: Row, compute_ms: float) -> float:
+def _percent(row: Iteration, compute_ms: float) -> float:
     return 100 * (row.step_ms / compute_ms - 1)
 
 

@@ -9,7 +9,8 @@ are those of the planned trace that is composed from the layers' templates (:mod
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Optional
@@ -21,7 +22,7 @@ from megatron.slipstream.estimate.schedules import Pass, idle_ms
 from megatron.slipstream.estimate.synthetic import Workplan, recomputable_modules
 from megatron.slipstream.estimate.training_setup import Configured, usable_modules
 from megatron.slipstream.plan.actions import Plan
-from megatron.slipstream.plan.assignments import Judge, Limits as RankLimits, shortest
+from megatron.slipstream.plan.assignments import Judge, Limits as RankLimits, Score, shortest
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.choose import choose
@@ -34,7 +35,7 @@ from megatron.slipstream.plan.settings import (
     describe_setting,
 )
 from megatron.slipstream.plan.templates import ChunkPass, RankTemplates
-from megatron.slipstream.plan.trace import StepKind
+from megatron.slipstream.plan.trace import StepKind, Trace
 from megatron.slipstream.plan.walk import simulate
 
 OFF, SELECTIVE, FULL, BUILT_IN, BUDGET = WAYS = (
@@ -98,8 +99,14 @@ class Usage(NamedTuple):
             return "state"
         if self.parts.total > limits.device_bytes:
             return self.parts.largest
-        is_over = limits.host_bytes is not None and self.host_bytes > limits.host_bytes
-        return HOST if is_over else ""
+        return HOST if self.excess_bytes(limits) > 0 else ""
+
+    def excess_bytes(self, limits: Limits) -> int:
+        """Return by how much it is above the limits; 0 or less if it fits."""
+        above = self.parts.total - limits.device_bytes
+        if limits.host_bytes is not None:
+            above = max(above, self.host_bytes - limits.host_bytes)
+        return above
 
 
 class Tiles(NamedTuple):
@@ -121,22 +128,41 @@ TILES = (Tiles(), Tiles(loss=True), Tiles(mlp=True), Tiles(True, True))
 _IN_HEAD = (StepKind.OUTPUT_END, StepKind.BACKWARD_START, StepKind.OUTPUT_BACKWARD_START)
 
 
-class PlannedRank(NamedTuple):
-    """The layers of a pipeline rank, and the plan of a few micro-batches after which it repeats."""
+@dataclass(frozen=True)
+class PlannedRank:
+    """The layers of a pipeline rank, and the plan of a few micro-batches after which it repeats.
+
+    Args:
+        assignment: What each layer recomputes.
+        passes: A pass through each of its chunks.
+        trace: The micro-batches, with what does not move.
+        device_bytes: Device memory of each step of the trace.
+        plan: What moves, with its times; None if nothing does.
+        host_bytes: The most that is on the host at once.
+    """
 
     assignment: Assignment
-    plan: Plan
     passes: tuple[ChunkPass, ...]
-    moved_bytes: int
+    trace: Trace
+    device_bytes: Sequence[int]
+    plan: Optional[Callable[[], Plan]] = None
+    host_bytes: int = 0
+    moved_bytes: int = 0
     """In a whole iteration."""
-    stall_ms: float
-    """For which a pass waits for copies, on average."""
+
+    @cached_property
+    def stall_ms(self) -> float:
+        """For which a pass waits for copies, on average."""
+        if self.plan is None:
+            return 0.0
+        num_passes = 2 * len({step.key.chunk_pass for step in self.trace.steps})
+        stalls_ms = simulate(self.plan()).total_ms - sum(self.trace.step_ms)
+        return max(0.0, stalls_ms) / num_passes
 
     def usage(self, state_bytes: int) -> Usage:
         """Return the memory that it takes."""
-        device = self.plan.device_bytes
+        device, trace = self.device_bytes, self.trace
         step = begin = device.index(max(device))
-        trace = self.plan.trace
         while begin and trace.steps[begin].kind in _IN_HEAD:
             begin -= 1
         is_head = trace.steps[begin].kind is StepKind.OUTPUT_START
@@ -144,7 +170,7 @@ class PlannedRank(NamedTuple):
         inside = trace.memory[step].peak_bytes - trace.memory[begin].allocated_bytes
         parts = Parts(state_bytes, device[step] - inside - state_bytes)
         parts = parts._replace(**{"logits" if is_head else "backward": inside})
-        return Usage(parts, self.plan.peak_host_bytes, self.moved_bytes)
+        return Usage(parts, self.host_bytes, self.moved_bytes)
 
 
 @dataclass(frozen=True)
@@ -207,7 +233,7 @@ class Iteration:
         return ", ".join(self._texts(describe_setting, " x ")) or "keep"
 
     def _texts(self, name: Callable[[LayerSetting], str], joint: str) -> Iterator[str]:
-        assignment = max(self.ranks.values(), key=lambda item: max(item.plan.device_bytes))[0]
+        assignment = max(self.ranks.values(), key=lambda item: max(item.device_bytes)).assignment
         counts = {setting: assignment.count(setting) for setting in dict.fromkeys(assignment)}
         is_long = joint == ": "
         for setting, count in counts.items():
@@ -244,6 +270,9 @@ class SizedModel:
     speed: Speed
     state_bytes: tuple[int, ...]
     _fixed: dict[str, Iteration] = field(default_factory=dict, compare=False)
+    _variants: dict[Tiles, tuple[Workplan, dict[int, RankTemplates]]] = field(
+        default_factory=dict, compare=False
+    )
 
     def fixed(self, way: str) -> Iteration:
         """Return an iteration with any way but :data:`BUDGET`."""
@@ -252,52 +281,43 @@ class SizedModel:
             settings = {OFF: NOTHING, FULL: WHOLE}
             setting = settings.get(way, selective_setting(shape))
             modules = self._modules[0] if way == BUILT_IN else ()
-            # megatron-core reloads a module's group when that of the layer above is used.
-            policy = PolicyOptions(
-                activation_offload_fraction=float(way == BUILT_IN), prefetch_depth=len(modules)
-            )
             work = self._work(Tiles(), setting, modules)
             ranks = {
-                number: _planned(rank, _uniform(rank, setting), policy, by_count=True)
+                number: _planned_as_built_in(rank, _uniform(rank, setting), len(modules))
                 for number, rank in self._ranks(work, [setting]).items()
             }
             self._fixed[way] = Iteration(work, ranks, self.state_bytes, Tiles(), modules)
         return self._fixed[way]
 
     def has_budget(self, limits: Limits) -> bool:
-        """Return whether anything that a budget may choose is within the limits."""
-        return next(self._fixed_within(limits), None) is not None or any(
-            all(_estimated_ms(rank, limits, stops_early=True) for rank in self._ranks_of(tiles))
+        """Return whether anything but the other ways that a budget may choose is in the limits."""
+        return any(
+            all(_has_fit(rank, limits) for rank in self._variant(tiles)[1].values())
             for tiles in reversed(TILES)
         )
 
     def within(self, limits: Limits) -> Optional[Iteration]:
         """Return the fastest iteration that is found; None if none is within the limits.
 
-        The planner chooses with the tiles that seem best, and with others if these seem better than
-        what it found.
+        It may be that of another way. The planner chooses with the tiles that seem best, and with
+        others if these seem better than what it found.
         """
-        found = list(self._fixed_within(limits))
-        if not self.fixed(OFF).usage.exceeded(limits):  # Nothing is faster.
+        ways = (self.fixed(way) for way in WAYS if way != BUDGET)
+        found = [item for item in ways if not item.usage.exceeded(limits)]
+        if self.fixed(OFF) in found:  # Nothing is faster.
             return self.fixed(OFF)
         times = {
-            tiles: [_estimated_ms(rank, limits) for rank in self._ranks_of(tiles)]
+            tiles: [_estimated_ms(rank, limits) for rank in self._variant(tiles)[1].values()]
             for tiles in TILES
         }
         seem_ms = {tiles: max(each) for tiles, each in times.items() if all(each)}
         for place, tiles in enumerate(sorted(seem_ms, key=lambda tiles: seem_ms[tiles])):
             if place == 0 or seem_ms[tiles] < min(item.step_ms for item in found):
-                work, ranks = self._variants[tiles]
+                work, ranks = self._variant(tiles)
                 chosen = {number: _chosen(rank, limits) for number, rank in ranks.items()}
                 iteration = Iteration(work, chosen, self.state_bytes, tiles)
                 found += [] if iteration.usage.exceeded(limits) else [iteration]
         return min(found, key=lambda item: item.step_ms, default=None)
-
-    def _fixed_within(self, limits: Limits) -> Iterator[Iteration]:
-        """Yield the other ways that are within the limits: what they do, a budget may do, too."""
-        for way in WAYS:
-            if way != BUDGET and not self.fixed(way).usage.exceeded(limits):
-                yield self.fixed(way)
 
     def least(self) -> Iteration:
         """Return the iteration that takes the least device memory, whatever the host's."""
@@ -310,7 +330,7 @@ class SizedModel:
         found = []
         policy = PolicyOptions(target_memory_bytes=1)
         for tiles in TILES:
-            work, ranks = self._variants[tiles]
+            work, ranks = self._variant(tiles)
             pairs = {
                 number: min(((rank, a) for a in _assignments(rank)), key=peak_bytes)
                 for number, rank in ranks.items()
@@ -331,18 +351,14 @@ class SizedModel:
         more = itertools.chain(*(marked_modules(shape, layer, NOTHING) for layer in layers))
         return marked, tuple(dict.fromkeys((*marked, *more)))
 
-    @cached_property
-    def _variants(self) -> dict[Tiles, tuple[Workplan, dict[int, RankTemplates]]]:
-        """The templates that the planner chooses from."""
-        works = {tiles: self._work(tiles, NOTHING, self._modules[1]) for tiles in TILES}
-        settings = (NOTHING, selective_setting(self.configured.shape), WHOLE)
-        return {
-            tiles: (work, {n: _coarse(rank) for n, rank in self._ranks(work, settings).items()})
-            for tiles, work in works.items()
-        }
-
-    def _ranks_of(self, tiles: Tiles) -> Iterable[RankTemplates]:
-        return self._variants[tiles][1].values()
+    def _variant(self, tiles: Tiles) -> tuple[Workplan, dict[int, RankTemplates]]:
+        """Return the templates that the planner chooses from."""
+        if tiles not in self._variants:
+            work = self._work(tiles, NOTHING, self._modules[1])
+            settings = (NOTHING, selective_setting(self.configured.shape), WHOLE)
+            ranks = {number: _coarse(rank) for number, rank in self._ranks(work, settings).items()}
+            self._variants[tiles] = work, ranks
+        return self._variants[tiles]
 
     def _work(self, tiles: Tiles, setting: LayerSetting, modules: tuple[str, ...]) -> Workplan:
         shape = replace(
@@ -410,23 +426,19 @@ def _assignments(rank: RankTemplates) -> list[Assignment]:
     return [tuple(setting_of[kind] for kind in rank.kinds) for setting_of in by_kind]
 
 
-def _estimated_ms(rank: RankTemplates, limits: Limits, stops_early: bool = False) -> float:
-    """Return the time with the best setting for each kind of layers; 0 if none fits.
-
-    Args:
-        rank: The layers of a rank.
-        limits: What the rank may use.
-        stops_early: Whether any time will do.
-    """
+def _has_fit(rank: RankTemplates, limits: Limits) -> bool:
+    """Return whether any setting for each kind of layers fits."""
     judge = Judge(rank, RankLimits(limits.device_bytes, limits.host_bytes), refines=False)
-    best = 0.0
-    for assignment in reversed(_assignments(rank)):  # The most frugal one first.
-        score = judge.score(assignment)
-        if score.excess_bytes <= 0 and (not best or score.total_ms < best):
-            best = score.total_ms
-            if stops_early:
-                break
-    return best
+    anything = Score(0.0, math.inf)
+    # The most frugal one first.
+    return any(judge.improves(anything, each) for each in reversed(_assignments(rank)))
+
+
+def _estimated_ms(rank: RankTemplates, limits: Limits) -> float:
+    """Return the time with the best setting for each kind of layers; 0 if none fits."""
+    judge = Judge(rank, RankLimits(limits.device_bytes, limits.host_bytes), refines=False)
+    scores = map(judge.score, _assignments(rank))
+    return min((score.total_ms for score in scores if score.excess_bytes <= 0), default=0.0)
 
 
 def _coarse(rank: RankTemplates) -> RankTemplates:
@@ -438,17 +450,30 @@ def _coarse(rank: RankTemplates) -> RankTemplates:
     return replace(rank, templates=templates)
 
 
-def _planned(
-    rank: RankTemplates, assignment: Assignment, policy: PolicyOptions, by_count: bool = False
+def _planned_as_built_in(
+    rank: RankTemplates, assignment: Assignment, prefetch_depth: int
 ) -> PlannedRank:
-    """Plan an assignment; memory is that of a plan that counts marks, if the engine does."""
+    """Plan an assignment as megatron-core's engine moves groups, which counts marks.
+
+    Args:
+        rank: The layers of a rank.
+        assignment: What each of them recomputes.
+        prefetch_depth: By how many groups it reloads ahead; 0 if nothing moves.
+    """
     short = replace(rank, schedule=shortest(rank.schedule))
     trace = short.compose(assignment, marks_all=True)
-    found = _repeated(rank, assignment, build_plan(trace, policy))
-    if by_count and found.moved_bytes:
-        counted = build_plan(replace(trace, step_ms=()), policy)
-        return found._replace(plan=replace(counted, trace=trace))
-    return found
+    if not prefetch_depth:
+        return PlannedRank(assignment, rank.passes(assignment), trace, trace.present_bytes)
+    policy = PolicyOptions(activation_offload_fraction=1.0, prefetch_depth=prefetch_depth)
+    counted = build_plan(replace(trace, step_ms=()), policy)
+    found = _repeated(rank, assignment, replace(counted, trace=trace))
+    return replace(found, plan=lambda: build_plan(trace, policy))
+
+
+def _planned(rank: RankTemplates, assignment: Assignment, policy: PolicyOptions) -> PlannedRank:
+    short = replace(rank, schedule=shortest(rank.schedule))
+    trace = short.compose(assignment, marks_all=True)
+    return _repeated(rank, assignment, build_plan(trace, policy))
 
 
 def _chosen(rank: RankTemplates, limits: Limits) -> PlannedRank:
@@ -459,6 +484,12 @@ def _chosen(rank: RankTemplates, limits: Limits) -> PlannedRank:
 
 def _repeated(rank: RankTemplates, assignment: Assignment, plan: Plan) -> PlannedRank:
     num_passes = 2 * len({step.key.chunk_pass for step in plan.trace.steps})
-    stall_ms = max(0.0, simulate(plan).total_ms - sum(plan.trace.step_ms)) / num_passes
-    moved = round(plan.moved_nbytes * len(rank.schedule) / num_passes)
-    return PlannedRank(assignment, plan, rank.passes(assignment), moved, stall_ms)
+    return PlannedRank(
+        assignment,
+        rank.passes(assignment),
+        plan.trace,
+        plan.device_bytes,
+        lambda: plan,
+        plan.peak_host_bytes,
+        round(plan.moved_nbytes * len(rank.schedule) / num_passes),
+    )
