@@ -4,17 +4,21 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from reported_runs import make_trace
 
 from megatron.slipstream.cli import main
 from megatron.slipstream.cli_plan import sizes
+from megatron.slipstream.cli_plan.models import speed_for
 from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.plan.files import load_plan, save_trace
 
@@ -317,11 +321,13 @@ def test_a_plan_does_not_replace_the_trace_that_it_is_made_of(
     assert trace.read_bytes() == before
 
 
-def test_a_rate_that_is_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert show("--tflops", "100") == 0
-    assert show("--tflops", "100", "--achieved-share", "0.5") == 2
-    error = capsys.readouterr().err
-    assert "--achieved-share=0.5 is not supported with --tflops=100.0 because" in error
+def test_a_gpu_without_the_recipe_is_refused() -> None:
+    configured: Any = SimpleNamespace(shape=SimpleNamespace(precision="bf16", fp8_recipe="mxfp8"))
+    options = argparse.Namespace(gpu="h100", tflops=None, gb_per_s=None)
+    with pytest.raises(ValueError, match=r"--gpu=h100 because .*; set --gpu to b200 or gb200"):
+        speed_for(configured, options)
+    options.gpu = "gb200"
+    assert speed_for(configured, options).name == "gb200"
 
 
 def test_module_names_with_commas_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,16 +5,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Optional
+from dataclasses import dataclass, replace
+from typing import Optional
 
 from megatron.slipstream.cli_plan.models import speed_for
 from megatron.slipstream.cli_plan.options import AIMS, SEARCH, flag_of
 from megatron.slipstream.cli_plan.sizes import MAX_BYTES
-from megatron.slipstream.estimate.file_errors import writing
 from megatron.slipstream.estimate.fit import STEP_TOKENS, Finder, Fit
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import ModelShape
@@ -23,7 +21,6 @@ from megatron.slipstream.estimate.training_setup import Configured
 from megatron.slipstream.estimate.ways import BUDGET, BUILT_IN, FULL, HOST, WAYS, Iteration, Limits
 from megatron.slipstream.plan.progress_bar import bar_on_stderr
 from megatron.slipstream.plan.render import format_bytes
-from megatron.slipstream.plan.whole_files import write_whole
 
 NOTHING_FITS = 3
 """Exit status if no size fits with any way."""
@@ -90,9 +87,6 @@ def show_fits(configured: Configured, options: argparse.Namespace) -> int:
     finder = finder_for(configured, speed, options)
     answer = _answer(finder, options)
     sys.stdout.writelines(f"{line}\n" for line in _lines(answer, finder, speed, options))
-    if options.json:
-        with writing("--json", options.json):
-            write_whole(options.json, _to_json(answer, finder.limits))
     return 0 if any(fit.size for fit in answer.fits) else NOTHING_FITS
 
 
@@ -224,14 +218,11 @@ def _assumptions(finder: Finder, speed: Speed, options: argparse.Namespace) -> s
 def _details(fit: Fit, unit: str) -> Iterator[str]:
     text = fit.found.describe() if fit.found else "does not fit"
     yield f"{_TITLES[fit.way]}, {fit.size:,} {unit}: {text}"
-    for usage, what in ((fit.found and fit.found.usage, "peak"), (fit.beyond, "next size")):
+    for usage, what in (
+        (fit.found.usage if fit.found else None, "peak"),
+        (fit.beyond, "next size"),
+    ):
         if usage is not None:
             sizes = usage.parts._asdict().items()
             parts = [f"{name} {format_bytes(size)}" for name, size in sizes if size]
             yield f"  {what}: {', '.join(parts)}; host {format_bytes(usage.host_bytes)}"
-
-
-def _to_json(answer: Answer, limits: Limits) -> bytes:
-    found: dict[str, Any] = {"schema": "slipstream-fits", "version": 1, **asdict(answer)}
-    found["device_bytes"], found["host_bytes"] = limits.device_bytes, limits.host_bytes
-    return json.dumps(found, indent=1).encode()

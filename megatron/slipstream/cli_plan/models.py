@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.slipstream.cli_plan.options import UNTIMED, flag_of
-from megatron.slipstream.estimate.gpus import Speed, find_speed
+from megatron.slipstream.estimate.gpus import GPUS, Speed, find_speed
 from megatron.slipstream.estimate.hugging_face import HubModel, load_hub_config
 from megatron.slipstream.estimate.model_options import (
     PARALLELISM,
@@ -198,22 +198,19 @@ def speed_for(configured: Configured, options: argparse.Namespace) -> Speed:
     """Return the speed of the GPU that the options name.
 
     Raises:
-        ValueError: The speed is unknown, unknown for this precision, or given twice.
+        ValueError: The speed is unknown, or unknown for this precision.
     """
     if configured.shape.precision == "fp32" and options.tflops is None:
         raise ValueError(
             "precision=fp32 is not supported without --tflops because the table has only 16-bit "
             "rates; set --tflops to the rate of matrix products"
         )
-    share = options.achieved_share
-    if share is not None and options.tflops is not None:
+    speed = find_speed(options.gpu or "h200", options.tflops, options.gb_per_s)
+    recipe = configured.shape.fp8_recipe
+    if recipe is not None and recipe not in speed.fp8_recipes:
+        able = [name for name, facts in GPUS.items() if recipe in facts.fp8_recipes]
         raise ValueError(
-            f"--achieved-share={share} is not supported with --tflops={options.tflops} because "
-            "that is already the rate that matrix products reach; leave one of them out"
+            f"fp8_recipe={recipe} is not supported with --gpu={speed.name} because Transformer "
+            f"Engine has no such products there; set --gpu to {' or '.join(able)}"
         )
-    return find_speed(
-        options.gpu or "h200",
-        share,
-        options.tflops,
-        options.gb_per_s,
-    )
+    return speed

@@ -155,14 +155,12 @@ _LIMITS = (
     Given("--margin", float, "device memory left for the CUDA context, communication and "
           "fragmentation (default: 2%% of it)", "GIB"),
     Given("--host-memory", float, "host memory of a rank (default: no limit)", "GIB"),
-    Given("--json", Path, "write the answer for tools", "FILE"),
 )  # fmt: skip
 
 _GPU = (
     Given("--gpu", str, "a100, b200, gb200, h100, h20, h200 or l40s (default: h200)", "NAME"),
-    Given("--achieved-share", float, "fraction of its peak rate that matrix products reach "
-          f"(default: {ACHIEVED_SHARE:g}, on an h100 {GPUS['h100'].achieved_share:g})", "SHARE"),
-    Given("--tflops", float, "their rate in TFLOP/s, instead", "T"),
+    Given("--tflops", float, "rate that matrix products in 16 bits reach, in TFLOP/s (default: "
+          f"{ACHIEVED_SHARE:g} of the peak, on an h100 {GPUS['h100'].achieved_share:g})", "T"),
     Given("--gb-per-s", float, "bandwidth of copies each way (slipstream doctor measures it)",
           "GB"),
     Given("--num-micro-batches", int,
@@ -228,14 +226,14 @@ def as_typed(message: str, options: argparse.Namespace) -> str:
     return message.replace("num_microbatches=", "--num-micro-batches=")
 
 
-SEARCH = ("longest_sequence", "largest_micro_batch", "memory", "margin", "host_memory", "json")
+SEARCH = ("longest_sequence", "largest_micro_batch", "memory", "margin", "host_memory")
 """Options of the search for the largest size that fits."""
 
 AIMS = (*("target_memory", "max_overhead", "fraction", "output", "timeline", "frontier", "rank"),)
 """Options of one plan."""
 
 UNTIMED = (
-    *("gpu", "achieved_share", "tflops", "gb_per_s", "num_micro_batches", "rank", "state_gib"),
+    *("gpu", "tflops", "gb_per_s", "num_micro_batches", "rank", "state_gib"),
     *SEARCH,
 )
 """Options that apply only without recorded times."""

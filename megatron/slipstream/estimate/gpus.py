@@ -8,7 +8,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Optional
+from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.plan.trace import Bandwidth
 
@@ -20,8 +20,15 @@ ATTENTION_SHARE = 0.78
 """Rate of attention's products, forward and backward, as a fraction of that of other products
 (measured on an H100, 8k to 80k tokens)."""
 
+FP8_RATE = 2.0
+"""Rate of matrix products in fp8, as a multiple of that of 16 bits, where a GPU has them."""
+
 HBM_SHARE = 0.8
 """Fraction of the device memory's bandwidth that memory-bound operations reach."""
+
+
+HOPPER_RECIPES = ("tensorwise", "delayed", "blockwise")
+BLACKWELL_RECIPES = (*HOPPER_RECIPES, "mxfp8")
 
 
 class GpuFacts(NamedTuple):
@@ -38,24 +45,30 @@ class GpuFacts(NamedTuple):
     """Measured bandwidth of pinned copies, if any."""
     achieved_share: float = ACHIEVED_SHARE
     """Fraction of ``tflops`` that the matrix products of a step reach."""
+    fp8_recipes: tuple[str, ...] = HOPPER_RECIPES
+    """What it computes in fp8, by ``fp8_recipe``."""
 
 
 GPUS: Mapping[str, GpuFacts] = {
-    "a100": GpuFacts(312, 2039, 80, 32),
-    "b200": GpuFacts(2250, 8000, 179, 64),
+    "a100": GpuFacts(312, 2039, 80, 32, fp8_recipes=()),
+    "b200": GpuFacts(2250, 8000, 179, 64, fp8_recipes=BLACKWELL_RECIPES),
     # NVLink-C2C, of which two GPUs share the 450 GB/s each way of a processor.
-    "gb200": GpuFacts(2500, 8000, 185, 225),
+    "gb200": GpuFacts(2500, 8000, 185, 225, fp8_recipes=BLACKWELL_RECIPES),
     # benchmarks/results
     "h100": GpuFacts(989, 3350, 80, 64, achieved_share=0.7),
     "h20": GpuFacts(148, 4000, 96, 64),
     # benchmarks/results/overhead_h200_202611/moe_by_time.jsonl
     "h200": GpuFacts(989, 4800, 140, 64, Bandwidth(55.3, 55.4, 50.7, 52.0)),
-    "l40s": GpuFacts(362, 864, 45, 32),
+    "l40s": GpuFacts(362, 864, 45, 32, fp8_recipes=HOPPER_RECIPES[:2]),
 }
 """SXM boards (the L40S is a PCIe card) on PCIe 4 or 5 with 16 lanes, except for the GB200, keyed by
 command-line name."""
 
 _REFERENCE = GPUS["h200"]
+
+
+Products = Literal["16 bits", "attention", "fp8"]
+_RATES: Mapping[Products, float] = {"16 bits": 1.0, "attention": ATTENTION_SHARE, "fp8": FP8_RATE}
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ class Speed:
 
     name: str
     tflops: float
-    """Rate of matrix products."""
+    """Rate of matrix products in 16 bits."""
     hbm_gb_per_s: float
     """Rate of memory-bound operations."""
     bandwidth: Bandwidth
@@ -72,18 +85,19 @@ class Speed:
     """None if unknown."""
     is_link_measured: bool = False
     """Whether ``bandwidth`` was measured on that GPU or given by the user."""
+    fp8_recipes: tuple[str, ...] = ()
+    """See :attr:`GpuFacts.fp8_recipes`."""
 
     def compute_ms(
-        self, flops: float, traffic_bytes: float = 0.0, is_attention: bool = False
+        self, flops: float, traffic_bytes: float = 0.0, kind: Products = "16 bits"
     ) -> float:
         """Return the milliseconds of matrix products plus those of memory-bound operations."""
-        rate = self.tflops * (ATTENTION_SHARE if is_attention else 1.0)
+        rate = self.tflops * _RATES[kind]
         return flops / (1e9 * rate) + traffic_bytes / (1e6 * self.hbm_gb_per_s)
 
 
 def find_speed(
     name: str,
-    achieved_share: Optional[float] = None,
     tflops: Optional[float] = None,
     gb_per_s: Optional[float] = None,
 ) -> Speed:
@@ -93,8 +107,7 @@ def find_speed(
 
     Args:
         name: Name of the GPU.
-        achieved_share: Fraction of the peak rate that matrix products reach; None for the table's.
-        tflops: Rate of matrix products, overriding that fraction.
+        tflops: Rate of matrix products in 16 bits, in place of the table's.
         gb_per_s: Bandwidth of a copy to the host or to the device, overriding the table's.
 
     Raises:
@@ -108,10 +121,6 @@ def find_speed(
             f"--gpu={name} is not in the table; {hint}Known: {', '.join(GPUS)}. For another GPU, "
             "name the most similar one and set --tflops and --gb-per-s"
         )
-    if achieved_share is None:
-        achieved_share = facts.achieved_share
-    if not 0 < achieved_share <= 1:
-        raise ValueError(f"--achieved-share={achieved_share} must be above 0 and at most 1")
     for option, value in (("--tflops", tflops), ("--gb-per-s", gb_per_s)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{option}={value} must be above 0")
@@ -119,11 +128,12 @@ def find_speed(
         raise ValueError(f"--gb-per-s={gb_per_s} must be 0.1 or more")
     speed = Speed(
         name.lower(),
-        tflops or facts.tflops * achieved_share,
+        tflops or facts.tflops * facts.achieved_share,
         facts.hbm_gb_per_s * HBM_SHARE,
         facts.measured or _scaled(facts.link_gb_per_s / _REFERENCE.link_gb_per_s),
         facts.memory_gib,
         facts.measured is not None,
+        facts.fp8_recipes,
     )
     if gb_per_s is not None:
         factor = gb_per_s / _measured().d2h_gb_per_s

@@ -3,9 +3,10 @@
 """Compute times of the parts of a model, estimated from its shape.
 
 Matrix products take their FLOPs divided by the GPU's average achieved rate; memory-bound operations
-take their bytes divided by the memory bandwidth. Backward costs twice the forward, 2.5 times for
-attention. Communication between GPUs, kernels too small to fill a GPU and launch-bound parts are
-not counted; each makes a real step longer.
+take their bytes divided by the memory bandwidth. In fp8, products of linear layers are faster, and
+their inputs are read once more and written by rows and by columns. Backward costs twice the
+forward, 2.5 times for attention. Communication between GPUs, kernels too small to fill a GPU and
+launch-bound parts are not counted; each makes a real step longer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, Optional
 
-from megatron.slipstream.estimate.gpus import Speed
+from megatron.slipstream.estimate.gpus import Products, Speed
 from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.saved_tensors import (
     is_input_norm_fused,
@@ -39,15 +40,15 @@ class Cost(NamedTuple):
     traffic_bytes: float = 0.0
     """Bytes that memory-bound operations read and write in forward."""
     backward_factor: float = BACKWARD_PER_FORWARD
-    is_attention: bool = False
-    """Whether the products are those of attention, which reach another rate."""
+    kind: Products = "16 bits"
+    """What the products are, since kinds reach other rates."""
     rerun_share: float = 0.0
     """The share of the forward that backward runs again, before its own operations."""
 
     def ms(self, speed: Speed, phase: Phase) -> float:
         """Return the compute time of forward, of what runs again, or of backward without that."""
         factor = {"forward": 1.0, "rerun": self.rerun_share, "backward": self.backward_factor}
-        return factor[phase] * speed.compute_ms(self.flops, self.traffic_bytes, self.is_attention)
+        return factor[phase] * speed.compute_ms(self.flops, self.traffic_bytes, self.kind)
 
     def backward_ms(self, speed: Speed) -> float:
         """Return the compute time of backward, with what runs again."""
@@ -172,15 +173,19 @@ def _attention(shape: ModelShape) -> dict[str, Cost]:
         pairs *= 2
         scores = 4.0 * pairs * size
     return {
-        "qkv_linear": Cost(project),
+        "qkv_linear": _linear(shape, project, shape.region_tokens * hidden),
         "rotary": Cost(0.0, 2.0 * (query + key + value)),
         "core_attn": Cost(
             2.0 * pairs * (key_width + value_width),
             scores,
             ATTENTION_BACKWARD_PER_FORWARD,
-            is_attention=True,
+            "attention",
         ),
-        "attn_proj": Cost(2.0 * tokens * hidden * shape.num_attention_heads / tp * value_width),
+        "attn_proj": _linear(
+            shape,
+            2.0 * tokens * hidden * shape.num_attention_heads / tp * value_width,
+            tokens * shape.heads * value_width,
+        ),
     }
 
 
@@ -204,7 +209,9 @@ def _experts(shape: ModelShape) -> dict[str, Cost]:
         width_of_shared = experts.shared_ffn_hidden_size // par.tp
         shared = _projections(shape, "shared", shape.tokens, width_of_shared).values()
         found["shared_experts"] = Cost(
-            sum(cost.flops for cost in shared), sum(cost.traffic_bytes for cost in shared)
+            sum(cost.flops for cost in shared),
+            sum(cost.traffic_bytes for cost in shared),
+            kind=_kind(shape),
         )
     found |= zip(_EXPERTS, _projections(shape, "expert", rows, width).values(), strict=True)
     return found | {"combine": Cost(0.0, routed + one_copy)}
@@ -215,10 +222,20 @@ def _projections(shape: ModelShape, prefix: str, rows: int, width: int) -> dict[
     factor = 2 if shape.gated_linear_unit else 1
     flops = 2.0 * rows * shape.hidden_size * width
     return {
-        f"{prefix}_fc1": Cost(factor * flops),
+        f"{prefix}_fc1": _linear(shape, factor * flops, rows * shape.hidden_size),
         f"{prefix}_act": Cost(0.0, 1.0 * rows * width * (factor + 1) * shape.element_bytes),
-        f"{prefix}_fc2": Cost(flops),
+        f"{prefix}_fc2": _linear(shape, flops, rows * width),
     }
+
+
+def _linear(shape: ModelShape, flops: float, input_numel: float) -> Cost:
+    """Return the cost of a linear layer, with the quantization of its input in fp8."""
+    each = shape.element_bytes + 2 * shape.linear_input_bytes if shape.fp8_recipe else 0.0
+    return Cost(flops, input_numel * each, kind=_kind(shape))
+
+
+def _kind(shape: ModelShape) -> Products:
+    return "fp8" if shape.fp8_recipe else "16 bits"
 
 
 def _norm(shape: ModelShape) -> Cost:

@@ -15,6 +15,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, Optional
 
+from megatron.slipstream.estimate.gpus import FP8_RATE
 from megatron.slipstream.estimate.model_options import shape_of_options
 from megatron.slipstream.estimate.model_shapes import (
     QUANTIZED_BYTES,
@@ -289,7 +290,8 @@ def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Con
         notes.append("the flags offload nothing; planned as if all modules might move")
     if shape.fp8_recipe:
         notes.append(
-            "sizes under fp8 are derived, not measured, and times are those of 16-bit products"
+            "sizes and times under fp8 are derived, not measured: products of linear layers take "
+            f"1 / {FP8_RATE:g} of those in 16 bits, and their inputs are quantized"
         )
     if args.position_embedding_type == "learned_absolute":
         notes.append("state leaves out the position embeddings, of max_position_embeddings rows")
