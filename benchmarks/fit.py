@@ -177,7 +177,7 @@ class WayRun:
     ) -> None:
         self._setup, self._options, self._writer = setup, options, writer
         self._rows, self._deadline_s = rows, deadline_s
-        self._worker = Worker(setup, options.kill_seconds, is_deterministic=True)
+        self._worker = Worker(setup, options.kill_seconds)
 
     def run(self) -> None:
         """Measure the lengths of the table until one dies, then search the longest."""
