@@ -458,6 +458,7 @@ OF_BUDGET = [
         ("overlap_moe_expert_parallel_comm", True, None),
         ("use_megatron_fsdp", True, False),
         ("use_torch_fsdp2", True, False),
+        ("hybrid_context_parallel", True, False),
     )
 ]
 

@@ -35,6 +35,10 @@ GATHERED = (
     "layers whose settings change"
 )
 """Why FSDP is refused."""
+OTHER_PASSES = (
+    "its ranks run different numbers of passes, so they cannot agree on settings before each one"
+)
+"""Why megatron-core's hybrid context parallelism is refused."""
 
 BUDGET_RULES: tuple[Rule, ...] = (
     _budget_rule(
@@ -68,8 +72,12 @@ BUDGET_RULES: tuple[Rule, ...] = (
         "leave overlap_moe_expert_parallel_comm out",
     ),
     *(
-        _budget_rule(option, (), f"{option}=True", GATHERED, f"leave {option} out")
-        for option in ("use_megatron_fsdp", "use_torch_fsdp2")
+        _budget_rule(option, (), f"{option}=True", because, f"leave {option} out")
+        for option, because in (
+            ("use_megatron_fsdp", GATHERED),
+            ("use_torch_fsdp2", GATHERED),
+            ("hybrid_context_parallel", OTHER_PASSES),
+        )
     ),
 )
 """Requirements on ``activation_memory_budget`` and a model together."""

@@ -14,8 +14,6 @@ from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
 
 from megatron.slipstream.integration.budget import rescue
-from megatron.slipstream.integration.budget.stage_ranks import waits_for_others
-from megatron.slipstream.integration.packed.dynamic_context_parallel import DynamicGroupMixin
 from megatron.slipstream.plan.settings import WHOLE
 
 NORM = {"normalization": "LayerNorm", "hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -130,22 +128,3 @@ def test_where_it_cannot_be_repeated_the_reason_names_the_option(option: str) ->
     assert option in str(rescue.why_not(chunk))
     chunk.config = SimpleNamespace(**{option: None})
     assert rescue.why_not(chunk) is None
-
-
-@pytest.mark.parametrize("option", ["dynamic_context_parallel", "hybrid_context_parallel"])
-def test_ranks_that_share_a_context_parallel_group_wait_for_each_other(
-    option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Static sizes are 1, but a micro-batch's group has several ranks of data parallelism."""
-    is_dynamic = option == "dynamic_context_parallel"
-
-    class Attention(DynamicGroupMixin if is_dynamic else torch.nn.Module):  # type: ignore[misc]
-        __init__ = torch.nn.Module.__init__
-
-    chunk = torch.nn.Sequential(Attention())
-    chunk.config = SimpleNamespace(hybrid_context_parallel=not is_dynamic)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    assert waits_for_others(chunk) is None
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    assert waits_for_others(chunk) == f"with {option} other ranks wait inside its collectives"

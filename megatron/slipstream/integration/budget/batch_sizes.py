@@ -12,7 +12,6 @@ from typing import Any, Optional
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from megatron.slipstream.integration.budget.stage_ranks import StageRanks
 from megatron.slipstream.patches.model_calls import tensors_in
 
 
@@ -25,7 +24,7 @@ class MicroBatches:
         self.largest_share = 0.0
         """The largest share of a known size in this iteration."""
         self.are_more = False
-        """Whether more were in flight in this iteration than known."""
+        """Whether more have been in flight than known."""
         self._sizes: dict[int, float] = {}
         """For each virtual stage, the largest that is known."""
         self._num_in_flight = self._most_in_flight = 0
@@ -38,11 +37,11 @@ class MicroBatches:
 
     def forget(self) -> None:
         """Forget how many were in flight: all is measured again."""
-        self._most_in_flight = 0
+        self._most_in_flight, self.are_more = 0, False
 
     def begin(self) -> None:
         """Begin an iteration."""
-        self.largest_share, self.are_more, self._num_in_flight = 0.0, False, 0
+        self.largest_share, self._num_in_flight = 0.0, 0
         self._iteration += 1
 
     def enlarge(self, factor: float) -> None:
@@ -109,22 +108,6 @@ def size_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[float]:
         return None
     length, batch = shape
     return float(batch * length * (length if _has_scores(chunk) else 1))
-
-
-def agreed_size(chunk: Any, tensors: Sequence[torch.Tensor], ranks: StageRanks) -> Optional[float]:
-    """Return :func:`size_of`, the largest on ranks whose layers must have the same settings.
-
-    Args:
-        chunk: As for :func:`size_of`.
-        tensors: As for :func:`size_of`.
-        ranks: The ranks.
-    """
-    size = size_of(chunk, tensors)
-    if size is None or getattr(chunk.config, "expert_model_parallel_size", 1) == 1:
-        return size
-    if not getattr(chunk.config, "variable_seq_lengths", False):
-        return None  # The sizes are equal, and an exchange in each pass would be for nothing.
-    return ranks.largest_size(size)
 
 
 def shape_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[tuple[int, int]]:

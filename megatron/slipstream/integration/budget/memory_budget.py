@@ -24,7 +24,7 @@ from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEn
 from megatron.slipstream.fine_grained_activation_offload.engine_setup import host_limit
 from megatron.slipstream.fine_grained_activation_offload.report import LayerReport, RankReport
 from megatron.slipstream.integration.budget import rescue
-from megatron.slipstream.integration.budget.batch_sizes import MicroBatches, agreed_size, shape_of
+from megatron.slipstream.integration.budget.batch_sizes import MicroBatches, shape_of, size_of
 from megatron.slipstream.integration.budget.device_limits import Budget, DeviceLimits
 from megatron.slipstream.integration.budget.messages import Messages
 from megatron.slipstream.integration.budget.optimizer_memory import optimizer_host_bytes
@@ -51,8 +51,8 @@ class MemoryBudget:
     """
 
     def __init__(self, engine: OffloadEngine, budget: Budget) -> None:
-        self.relaxation: Optional[Relaxation] = None
-        """What chooses the assignment; None before the first iteration."""
+        self.relaxation = Relaxation([], engine.options)
+        """What chooses the assignment; of no layers before the first iteration."""
         self._engine = engine
         self._budget = budget
         self._chunk_refs: list[weakref.ref[torch.nn.Module]] = []
@@ -78,8 +78,7 @@ class MemoryBudget:
     @property
     def is_settled(self) -> bool:
         """Whether settings of layers do not change any more."""
-        is_final = self.relaxation is not None and self.relaxation.is_settled
-        return self._is_blind or is_final
+        return self._is_blind or self.relaxation.is_settled
 
     @property
     def resident_bytes(self) -> int:
@@ -149,9 +148,8 @@ class MemoryBudget:
         """Note that the iteration's plan is made.
 
         Raises:
-            ValueError: On a stage of the pipeline, activations exceed the budget with the most
-                frugal assignment, too. All stages raise it: they would wait for one that raised it
-                alone within the schedule.
+            ValueError: On a rank, activations exceed the budget with the most frugal assignment,
+                too. All ranks raise it: they would wait for one that raised it alone.
         """
         plan = self._engine.plan
         self._movable_bytes = []
@@ -182,50 +180,62 @@ class MemoryBudget:
     def _begin(self) -> None:
         """Give the layers the assignment of the coming iteration."""
         relaxation, engine = self.relaxation, self._engine
-        assert relaxation is not None
         if engine.store.backend.memory() is None:
             self._messages.not_followed(engine.store.backend.name)
             self._is_blind = True
             layer_settings.apply(relaxation.frugal, self._chunks)
             return
         self._ranks.begin()
-        self._lack = None
         if not self._peak_bytes:  # The first iteration.
             host_limit.reserve(optimizer_host_bytes(self._chunks))
-            self._follow(relaxation, self._limits.find(self._chunks, relaxation.frugal_bytes))
-        elif self._batches.are_more:
-            self._batches.forget()
-            relaxation = self.relaxation = Relaxation(self._watch(), engine.options)
             self._follow(relaxation, self._limits.find(self._chunks, relaxation.frugal_bytes))
         elif self._has_run_out:
             self._note_larger(relaxation, self._batches.largest_share, self.activation_bytes)
             self._choose_again(relaxation)
         elif not relaxation.is_settled:
             self._advance(relaxation)
-        elif self._limits.is_auto and self._ranks.is_asked:
-            before_bytes = self._limits.allowed_bytes
-            left_bytes = self._limits.shrunk(self._limits.find(self._chunks, 0), self._ranks)
-            if left_bytes is not None:
-                self._messages.less(left_bytes, before_bytes)
-                self._choose_again(relaxation)
+        elif self._ranks.is_asked:
+            self._look_again(relaxation)
         if self._batches.varies and engine.options.target_memory_bytes is not None:
             engine.change_target(None)
         if self._frugal_stages:
             self._frugal_stages.clear()
             for chunk in self._chunks:
-                layer_settings.give(relaxation.assignment, self._chunks, chunk)
+                layer_settings.give(self.relaxation.assignment, self._chunks, chunk)
         self._is_spoiled = self._has_run_out = False
         self._batches.begin()
         engine.store.backend.begin_peak(PEAK)
 
+    def _look_again(self, relaxation: Relaxation) -> None:
+        """Choose again if ranks have to: [Note: After a budget has settled]."""
+        (are_more,) = self._ranks.largest([self._batches.are_more])
+        if are_more:
+            self._start_over()
+        elif self._limits.is_auto:
+            before_bytes = self._limits.allowed_bytes
+            left_bytes = self._limits.shrunk(self._limits.find(self._chunks, 0), self._ranks)
+            if left_bytes is not None:
+                self._messages.less(left_bytes, before_bytes)
+                self._choose_again(relaxation)
+
+    def _start_over(self) -> None:
+        """Measure all again, with the micro-batches that are in flight now."""
+        self._batches.forget()
+        self.relaxation = Relaxation(self._watch(), self._engine.options)
+        self._follow(self.relaxation, self._limits.find(self._chunks, 0))
+
     def _advance(self, relaxation: Relaxation) -> None:
         """Add the last iteration, and choose the assignment of the coming one."""
+        self._lack = None
         is_timed = relaxation.stage is Stage.TIMED
         boundaries = self._boundaries.boundaries()
         is_busy = is_timed and boundaries is None
-        share = self._batches.largest_share
-        facts = (is_busy, self._is_spoiled, share, self.activation_bytes)
-        busy, spoiled, larger, activation_bytes = self._ranks.largest(facts)
+        share, are_more = self._batches.largest_share, self._batches.are_more
+        facts = (are_more, is_busy, self._is_spoiled, share, self.activation_bytes)
+        more, busy, spoiled, larger, activation_bytes = self._ranks.largest(facts)
+        if more:
+            self._start_over()
+            return
         if spoiled:
             self._note_larger(relaxation, larger, int(activation_bytes))
             self._follow(relaxation, self._limits.find(self._chunks, relaxation.frugal_bytes))
@@ -262,6 +272,7 @@ class MemoryBudget:
 
     def _choose_again(self, relaxation: Relaxation) -> None:
         """Choose from what was measured: [Note: After a budget has settled]."""
+        self._lack = None
         limits = self._limits.find(self._chunks, relaxation.frugal_bytes)
         try:
             relaxation.choose_again(self._limits.agree(limits, self._ranks))
@@ -271,9 +282,9 @@ class MemoryBudget:
         self._follow(relaxation, limits)
 
     def _give_up(self, relaxation: Relaxation, error: NothingFitsError) -> None:
-        """Raise, or with a pipeline go on frugally until all its stages raise the same."""
+        """Raise, or go on frugally until all ranks raise the same."""
         self._lack = Lack(error.needed_bytes, error.allowed_bytes, self._engine.report.rank)
-        if not self._ranks.has_pipeline:
+        if self._ranks.is_alone:
             raise self._messages.nothing_fits(self._lack, self._boundaries.shape) from error
         relaxation.assignment = relaxation.frugal
 
@@ -301,10 +312,9 @@ class MemoryBudget:
         the size that was recorded.
         """
         relaxation, stage = self.relaxation, _stage(chunk)
-        assert relaxation is not None
         is_first = relaxation.stage is Stage.FRUGAL  # Layers are frugal anyway.
         is_one_more = self._batches.is_one_more(is_first)
-        size = agreed_size(chunk, tensors, self._ranks)
+        size = self._ranks.agreed_size(size_of(chunk, tensors))
         share = 1.0 if size is None else self._batches.share_of(stage, size, is_first)
         # A plan for a target may need all that is allowed.
         has_target = self._engine.options.target_memory_bytes is not None
@@ -342,7 +352,6 @@ class MemoryBudget:
         """
         self._messages.repeated(shape_of(chunk, tensors) or (0, 0), tried_bytes)
         relaxation = self.relaxation
-        assert relaxation is not None
         if not self._is_blind and relaxation.stage is not Stage.FRUGAL:
             self._limits.end_at(self._engine.store.backend.peak_bytes(PEAK))
         self._has_run_out = True
@@ -373,7 +382,7 @@ class MemoryBudget:
     def fill(self, report: RankReport) -> None:
         """Add what layers keep, move and recompute, and the budget, to the report of the rank."""
         relaxation, plan = self.relaxation, self._engine.plan
-        if relaxation is None:
+        if not relaxation.assignment:
             return
         report.budget_bytes = self._limits.now.device_bytes - self._limits.now.resident_bytes
         report.budget_reason = f"activation_memory_budget={self._budget}"
