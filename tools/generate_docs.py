@@ -165,15 +165,19 @@ MODELS = {
 
 def modes() -> list[str]:
     """Return the section on what options do in each way to train."""
+    rows = list(option_modes.rows())
+    limited = [row for row in rows if {"refused", "warned"} & set(row)]
+    attached = " and ".join(row[0] for row in rows if row not in limited and row[-1] == "yes")
     return [
         "## In each way to train",
         "",
         "*yes*: it works. *refused*: an error at the start names what to set instead. *warned*: it "
-        "has no effect, or none inside graphs, and a warning says so. *-*: no option there. "
+        "has no effect, or none inside graphs, and a warning says so. *-*: no option there. Options "
+        f"without a row work in each way; `attach()` has {attached} of them. "
         "Options are taken together with those that they need: `--thd-max-tokens` with "
         "`--sequence-packing`, `--offload-checkpoint-inputs` with recomputation outside of graphs.",
         "",
-        *table(("option", *(mode.value for mode in option_modes.Mode)), option_modes.rows()),
+        *table(("option", *(mode.value for mode in option_modes.Mode)), limited),
         "",
         "Without a GPU nothing is timed, so no goal is followed, and chunk graphs are imitated.",
         "",
@@ -241,7 +245,7 @@ def options_page() -> str:
 
 def issues(numbers: Iterable[int]) -> str:
     url = "https://github.com/NVIDIA/Megatron-LM/issues"
-    return ", ".join(f"[#{number}]({url}/{number})" for number in numbers) or "-"
+    return ", ".join(f"[#{number}]({url}/{number})" for number in numbers)
 
 
 def patch_rows(patches: Iterable[Patch]) -> Iterator[tuple[str, ...]]:
@@ -250,7 +254,8 @@ def patch_rows(patches: Iterable[Patch]) -> Iterator[tuple[str, ...]]:
         patches, key=lambda patch: (patch.reason, patch.releases, patch.upstream)
     ):
         targets = "<br>".join(f"`{patch.target}`" for patch in group)
-        yield targets, reason, releases, issues(upstream)
+        notes = [f"megatron-core {releases}"] * (releases != "all") + [issues(upstream)]
+        yield targets, " ".join([reason, *(f"({note})" for note in notes if note)])
 
 
 def patches_page() -> str:
@@ -270,7 +275,7 @@ def patches_page() -> str:
             names = ", ".join(f"`{patch.target.rpartition('.')[2]}`" for patch in patches)
             lines += [f"From the first table: {names}."]
             continue
-        lines += table(("target", "without it", "releases", "upstream"), patch_rows(patches))
+        lines += table(("target", "without it"), patch_rows(patches))
     lines += [
         "",
         "## One object only",
