@@ -172,8 +172,8 @@ def modes() -> list[str]:
         "## In each way to train",
         "",
         "*yes*: it works. *refused*: an error at the start names what to set instead. *warned*: it "
-        "has no effect, or none inside graphs, and a warning says so. *-*: no option there. Options "
-        f"without a row work in each way; `attach()` has {attached} of them. "
+        "has no effect, or none inside graphs, and a warning says so. *-*: no option there. "
+        f"Options without a row work in each way; `attach()` has {attached} of them. "
         "Options are taken together with those that they need: `--thd-max-tokens` with "
         "`--sequence-packing`, `--offload-checkpoint-inputs` with recomputation outside of graphs.",
         "",
