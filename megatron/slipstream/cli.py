@@ -13,8 +13,8 @@ from typing import Optional
 from megatron.slipstream import __version__
 from megatron.slipstream.cli_plan.options import add_plan
 from megatron.slipstream.doctor.main import add_doctor
-from megatron.slipstream.integration.entry.flag_names import did_you_mean
 from megatron.slipstream.launcher import INTERRUPTED
+from megatron.slipstream.options.rules import nearest_flags
 from megatron.slipstream.report_page.main import add_report
 
 
@@ -30,7 +30,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         # Reported by the sub-command's parser, whose usage helps; argparse would show the parent's.
         known = [flag for action in options.parser._actions for flag in action.option_strings]
         flags = [word.partition("=")[0] for word in unknown if word[:2] == "--"]
-        hint = did_you_mean(flags, known) + getattr(options, "hint_for_unknown", "")
+        hint = nearest_flags(flags, known) + getattr(options, "hint_for_unknown", "")
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         status = options.run(options) or 0

@@ -1,11 +1,12 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Environment variables of the launcher, such as torchrun, and their defaults without one."""
+"""A process's place among those of its launcher, such as torchrun, and its words on stderr."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import sys
@@ -81,6 +82,17 @@ def check_launcher() -> None:
         )
 
 
+def log_to_stderr() -> None:
+    """Show our messages at INFO and above; leave the root logger and its level unchanged."""
+    package = logging.getLogger("megatron.slipstream")
+    if not any(isinstance(handler, logging.StreamHandler) for handler in package.handlers):
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s slipstream: %(message)s"))
+        package.addHandler(handler)
+        package.propagate = False
+    package.setLevel(logging.INFO)
+
+
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
 
@@ -124,3 +136,24 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def set_launcher_defaults() -> None:
+    """Set torchrun's variables for one process, so that ``python pretrain_gpt.py`` just works.
+
+    Raises:
+        ValueError: Some of a launcher's variables are set and others are not.
+    """
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        missing = [name for name in needed if name not in os.environ]
+        if missing:
+            given = next(name for name in needed if name in os.environ)
+            raise ValueError(
+                f"{given} is set without {', '.join(missing)}; start with torchrun, which sets "
+                f"all of them, or unset {given}"
+            )
+        return
+    defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
+    for name, value in {**defaults, "MASTER_PORT": free_port()}.items():
+        os.environ.setdefault(name, str(value))

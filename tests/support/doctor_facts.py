@@ -72,7 +72,7 @@ def first_gpu(**changes: Any) -> MachineFacts:
 
 def training(machine: MachineFacts = HEALTHY, **options: Any) -> MachineFacts:
     """A machine with the flags of a training that offloads and has these options too."""
-    from megatron.slipstream.integration.entry.dry_run import Checked
+    from megatron.slipstream.integration.entry.checks import Checked
 
     args = {
         "fine_grained_activation_offloading": True,

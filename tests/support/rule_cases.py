@@ -528,6 +528,10 @@ IN_GRAPHS = [
             (CHUNKS, "offload_verify", 5, 0),
         )
     ),
+    Case(
+        {"recompute_granularity": "full", "offload_engine": "megatron"},
+        [{"offload_checkpoint_inputs": True, "offload_engine": "slipstream"}],
+    ),
 ]
 OFFLOADING = {"fine_grained_activation_offloading": True}
 ON_GPU = {"has_gpu": True}
@@ -592,7 +596,19 @@ OF_MACHINE = [
         [{"eval_before_training": False}],
         {"skip_train": False},
     ),
-    either("output_interval", -1, a=0, b=1),
+    Case(
+        {"output_interval": -1, "run_record_path": "record.json"},
+        [{"output_interval": 0}, {"output_interval": 1}],
+    ),
+    Case(
+        {"output_interval": 5},
+        [
+            {"run_record_path": "record.json"},
+            {**OFFLOADING, "offload_report_path": "report.json"},
+            {**OFFLOADING, "offload_trace_path": "trace.json"},
+            {"output_interval": 100},
+        ],
+    ),
 ]
 RISING = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1}
 WSD = {"lr_decay_style": "WSD"}
@@ -709,7 +725,23 @@ TABLES = {
         {**MODEL, "offload_checkpoint_inputs": True, "recompute_granularity": "full"},
         NO_OFFLOADING,
     ),
-    "graphs": Table(GRAPH_RULES, IN_GRAPHS, MODEL, NO_OFFLOADING),
+    "graphs": Table(
+        GRAPH_RULES,
+        IN_GRAPHS,
+        MODEL,
+        NO_OFFLOADING,
+        refused=[
+            ({"recompute_granularity": "full"}, "recompute_granularity=full"),
+            (
+                {
+                    **{"recompute_granularity": "full", "offload_checkpoint_inputs": True},
+                    "offload_engine": "megatron",
+                },
+                "recompute_granularity=full",
+            ),
+        ],
+        accepted=[{"recompute_granularity": "selective"}],
+    ),
     "budget": Table(
         BUDGET_RULES,
         OF_BUDGET,

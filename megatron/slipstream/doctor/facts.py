@@ -21,7 +21,7 @@ from megatron.slipstream.options.host_memory import read_lines
 from megatron.slipstream.plan.trace import Bandwidth
 
 if TYPE_CHECKING:
-    from megatron.slipstream.integration.entry.dry_run import Checked
+    from megatron.slipstream.integration.entry.checks import Checked
 
 
 class Gpu(NamedTuple):
@@ -165,7 +165,7 @@ def _patches() -> dict[str, Optional[str]]:
 
 
 def _checked(words: Words) -> Checked:
-    from megatron.slipstream.integration.entry.dry_run import check_flags
+    from megatron.slipstream.integration.entry.checks import check_flags
 
     num_processes = words.ranks_per_host and words.ranks_per_host * words.num_hosts
     return check_flags(words.flags, num_processes)

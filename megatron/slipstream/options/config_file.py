@@ -12,7 +12,6 @@ The environment variable :data:`VARIABLE` names the file. Its keys are the field
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import os
 from pathlib import Path
@@ -22,6 +21,7 @@ import yaml
 
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.options.fields import DEFAULTS as MEGATRON_OPTIONS, OffloadConfig
+from megatron.slipstream.options.rules import nearest_name
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +106,6 @@ def _read(path: str | Path) -> dict[str, Any]:
 def _suggestion(name: object, hints: dict[str, Any]) -> str:
     if name in MEGATRON_OPTIONS:
         return "it is an option of megatron-core's: give it to the model's configuration"
-    near = difflib.get_close_matches(str(name), hints, n=1)
     # Users often omit the prefix that all settings share.
-    near = near or difflib.get_close_matches(f"offload_{name}", hints, n=1, cutoff=0.85)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = nearest_name(name, hints) or nearest_name(f"offload_{name}", hints, cutoff=0.85)
     return f"{hint}Settings: {', '.join(hints)}"

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron.slipstream.options.rules import (
     Predicate,
     Rule,
     check_rules,
+    nearest_name,
     option_rule,
     value_rule,
 )
@@ -292,8 +292,7 @@ def check_module_names(names: Iterable[str]) -> list[Finding]:
     findings = []
     for name in names:
         if name not in MODULE_NAMES:
-            near = difflib.get_close_matches(name, MODULE_NAMES, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = nearest_name(name, MODULE_NAMES, cutoff=0.4)
             parts = name.replace(",", " ").split()
             if len(parts) > 1 and set(parts) <= MODULE_NAMES.keys():
                 hint = f"separate names by spaces: {' '.join(parts)}. "
@@ -371,8 +370,18 @@ GRAPH_RULES: tuple[Rule, ...] = (
         "comparing bytes blocks the host, which a graph cannot",
         "it holds for the iterations before them and the first passes that they are planned from",
     ),
+    Rule(
+        "offload_checkpoint_inputs",
+        "warning",
+        "recompute_granularity=full with offload_checkpoint_inputs={offload_checkpoint_inputs} and "
+        "offload_engine={offload_engine} moves nothing because a layer that is recomputed as a "
+        "whole saves its input only, which stays",
+        "set offload_checkpoint_inputs=True and offload_engine=slipstream to move it",
+        lambda f: _offloading(f) and f.recompute_granularity == "full",
+        lambda f: f.offload_checkpoint_inputs and f.offload_engine == "slipstream",
+    ),
 )
-"""Options that do nothing in replays."""
+"""Options that do nothing in replays, or beside others."""
 
 CHECKPOINTS_IN_GRAPHS = Rule(
     "offload_checkpoint_inputs",

@@ -8,8 +8,9 @@ Functions named ``check_...`` return a list of :class:`Finding` instead of raisi
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Union
 
 from megatron.slipstream.launcher import rank
@@ -194,3 +195,26 @@ def _warn(findings: Iterable[Finding]) -> None:
         _said.add(finding.text)
         if rank() == 0:
             logger.warning("%s", finding.text)
+
+
+# Names
+
+
+def given_flags(arguments: Sequence[str]) -> set[str]:
+    """Return the flags of a command line, without values, and its other words."""
+    return {argument.split("=")[0] for argument in arguments}
+
+
+def nearest_name(word: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return "did you mean ...? " with the name that a word resembles; empty if there is none."""
+    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def nearest_flags(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """Return the end of an error about unknown flags; empty if none resembles a known one."""
+    known = sorted(known)
+    # Long flags end like others: --num-layers is none of --recompute-num-layers.
+    found = [difflib.get_close_matches(flag, known, n=1, cutoff=0.75) for flag in unknown]
+    near = " or ".join(match for matches in found for match in matches)
+    return f"; did you mean {near}?" if near else ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+from megatron.slipstream.options.facts import DEFAULTS
 from megatron.slipstream.options.rules import (
     Condition,
     Rule,
@@ -160,6 +161,12 @@ def _is_positive(value: Optional[int]) -> bool:
     return value is not None and value > 0
 
 
+def _writes_files(facts: Any) -> bool:
+    is_own = facts.fine_grained_activation_offloading and facts.offload_engine == "slipstream"
+    of_engine = facts.offload_report_path or facts.offload_trace_path
+    return bool(facts.run_record_path or (is_own and of_engine))
+
+
 MACHINE_RULES: tuple[Rule, ...] = (
     _offloading_without_gpu(
         "offload_engine",
@@ -275,6 +282,15 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "is negative",
         "set 1 or more iterations, or 0 to write at the end only",
     ),
+    Rule(
+        "output_interval",
+        "warning",
+        "output_interval={output_interval} has no effect because no file is written",
+        "name one with --run-record-path, --offload-report-path or --offload-trace-path, or leave "
+        "it out",
+        lambda f: f.output_interval != DEFAULTS["output_interval"],
+        _writes_files,
+    ),
 )
 """Requirements on the arguments for training on this machine; they also read ``has_gpu``."""
 
@@ -301,22 +317,6 @@ NO_EFFECT_ON_MEGATRON = Rule(
     "warning",
     "{names}: no effect with offload_engine=megatron, which has no such options",
     "set offload_engine=slipstream, or leave them out",
-)
-
-NO_FILES = Rule(
-    "no-files",
-    "warning",
-    "output_interval={interval}: no effect, since no file is written",
-    "name one with --run-record-path, --offload-report-path or --offload-trace-path, or leave it "
-    "out",
-)
-
-NOTHING_TO_MOVE = Rule(
-    "nothing-to-move",
-    "warning",
-    "recompute_granularity=full: a layer that is recomputed as a whole saves its input only, which "
-    "stays",
-    "set {needed} to move it",
 )
 
 REFUSED_BY_MEGATRON = Rule(

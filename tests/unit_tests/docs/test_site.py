@@ -195,7 +195,7 @@ def test_no_two_pages_have_the_same_title_in_the_side_bar() -> None:
 
 
 def test_the_first_page_says_where_the_output_of_megatron_is() -> None:
-    from megatron.slipstream.integration.entry.megatron_output import DEFAULT_PATH, FLAG
+    from megatron.slipstream.integration.entry.output import DEFAULT_PATH, FLAG
 
     text = (ROOT / "docs/user-guide/getting-started.md").read_text(encoding="utf-8")
     assert f"`{DEFAULT_PATH}`" in text

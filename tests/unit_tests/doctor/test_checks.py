@@ -23,7 +23,7 @@ from megatron.slipstream.doctor.checks import CHECKS, PACKAGES, SEVERITIES, Row,
 from megatron.slipstream.doctor.facts import MachineFacts
 from megatron.slipstream.estimate.training_command import Words
 from megatron.slipstream.fine_grained_activation_offload.native import build
-from megatron.slipstream.integration.entry.dry_run import Checked
+from megatron.slipstream.integration.entry.checks import Checked
 from megatron.slipstream.options.preflight import TOO_OLD_FOR_GRAPHS
 from megatron.slipstream.options.rules import Finding
 from megatron.slipstream.options.training import STAYS

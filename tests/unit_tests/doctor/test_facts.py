@@ -14,7 +14,7 @@ from doctor_facts import GIB, write
 
 from megatron.slipstream.doctor import bandwidth, facts as reading
 from megatron.slipstream.doctor.facts import Gpu, collect
-from megatron.slipstream.integration.entry import dry_run
+from megatron.slipstream.integration.entry import checks
 from megatron.slipstream.options import preflight
 from megatron.slipstream.plan.trace import Bandwidth
 
@@ -121,8 +121,8 @@ def test_flags_are_checked_for_the_processes_of_the_command(
     monkeypatch: pytest.MonkeyPatch, words: str, num_processes: int | None
 ) -> None:
     given: list[Any] = []
-    checked = dry_run.Checked(None)
-    monkeypatch.setattr(dry_run, "check_flags", lambda *values: given.append(values) or checked)
+    checked = checks.Checked(None)
+    monkeypatch.setattr(checks, "check_flags", lambda *values: given.append(values) or checked)
     assert collect(measures=False, words=words.split()).command is checked
     assert given == [(("--lr", "1"), num_processes)]
 

@@ -71,7 +71,7 @@ def _build_twice(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models import gpt as training_gpt
 
-    from megatron.slipstream.integration.entry.validation import parse_and_validate
+    from megatron.slipstream.integration.entry.checks import parse_and_validate
 
     args = parse_and_validate(GPT)
     store = torch.distributed.HashStore()
@@ -99,7 +99,7 @@ def test_our_builder_passes_to_a_gpt_model_what_megatrons_does() -> None:
 def _layer_names(rank: int, world_size: int, port: int) -> set[str]:
     from megatron.core import parallel_state
 
-    from megatron.slipstream.integration.entry.validation import parse_and_validate
+    from megatron.slipstream.integration.entry.checks import parse_and_validate
     from megatron.slipstream.integration.graphs.layers import with_graph_offloading
     from megatron.slipstream.integration.seam.specs import change_model_spec
 

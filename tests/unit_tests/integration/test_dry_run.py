@@ -22,9 +22,9 @@ import torch
 from forked import run_function
 from training_runs import prepare_training
 
-from megatron.slipstream.integration.entry import checks, dry_run
+from megatron.slipstream.integration.entry import checks
+from megatron.slipstream.integration.entry.checks import parse_and_validate
 from megatron.slipstream.integration.entry.model_arguments import configured_by_flags
-from megatron.slipstream.integration.entry.validation import parse_and_validate
 from megatron.slipstream.options import rules
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.options.rules import Rule
@@ -71,7 +71,7 @@ def check(
     """``check_flags`` in a forked process."""
 
     def work() -> dict[str, Any]:
-        args, number, findings = dry_run.check_flags(flags, num_processes)
+        args, number, findings = checks.check_flags(flags, num_processes)
         assert {f.severity for f in findings} <= {"error", "warning"}
         return {
             "args": args is not None,
@@ -248,25 +248,6 @@ def test_settings_of_the_engine_do_not_matter_where_none_is_asked_for(tmp_path: 
     assert result["warnings"] == []
 
 
-@pytest.mark.parametrize(
-    "flags, is_warned",
-    [
-        ("", True),
-        ("--offload-report-path report.json", False),
-        ("--run-record-path record.json", False),
-    ],
-)
-def test_an_interval_without_a_file_is_warned_of(
-    flags: str, is_warned: bool, tmp_path: Path
-) -> None:
-    offload = [*OFFLOAD, "core_attn", "attn_proj", "--output-interval=5"]
-    warnings = check(tmp_path, [*MODEL, *MOCK, *offload, *flags.split()])["warnings"]
-    assert [w for w in warnings if w.startswith("output_interval=5: no effect")] == (
-        warnings if is_warned else []
-    )
-    assert len(warnings) == is_warned
-
-
 OWN = [
     "--offload-backend=cpu",
     *"--offload-release-lag 3 --offload-prefetch-depth 3 --offload-target-memory-gib 3".split(),
@@ -331,7 +312,7 @@ def test_variables_are_as_before_whatever_was_done_to_them(
     monkeypatch.setenv("GIVEN", "1")
     monkeypatch.delenv("DEFAULT", raising=False)
     before = dict(os.environ)
-    with dry_run.as_in_training(GIVEN="2", DEFAULT="3"):
+    with checks.as_in_training(GIVEN="2", DEFAULT="3"):
         assert (os.environ["GIVEN"], os.environ["DEFAULT"]) == ("1", "3")
         os.environ.update({"GIVEN": "4", "NEW": "5"})
     assert dict(os.environ) == before
@@ -340,7 +321,7 @@ def test_variables_are_as_before_whatever_was_done_to_them(
 def test_nothing_is_heard_of_what_megatron_says(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with dry_run.as_in_training():
+    with checks.as_in_training():
         print("a table")
         print("a complaint", file=sys.stderr)
         warnings.warn("a warning", stacklevel=1)

@@ -206,7 +206,7 @@ def _train_with_spec(
     rank: int, world_size: int, port: int, how: str, more: list[str]
 ) -> list[dict[str, Any]]:
     """With megatron's own spec and with ours: the layers of the model, and the bytes that move."""
-    from megatron.slipstream.integration.entry.validation import parse_and_validate
+    from megatron.slipstream.integration.entry.checks import parse_and_validate
 
     args = parse_and_validate(GPT + more)
     initialize(CASE)
@@ -261,7 +261,7 @@ def _build_by_flag(rank: int, world_size: int, port: int) -> tuple[bool, str, st
     """Handles the flag like ``megatron.training`` 0.19."""
     from megatron.core import parallel_state
 
-    from megatron.slipstream.integration.entry.validation import parse_and_validate
+    from megatron.slipstream.integration.entry.checks import parse_and_validate
 
     args = parse_and_validate(GPT + SPEC)
     initialize(CASE)
@@ -292,7 +292,7 @@ def _graphed(rank: int, world_size: int, port: int) -> list[bool]:
     """Whether the spec has our layers: without graphs, with them, and without offloading."""
     from megatron.training.arguments import core_transformer_config_from_args
 
-    from megatron.slipstream.integration.entry.validation import parse_and_validate
+    from megatron.slipstream.integration.entry.checks import parse_and_validate
     from megatron.slipstream.integration.frameworks.spec import layer_spec
 
     args = parse_and_validate(GPT)
@@ -370,7 +370,7 @@ def _pre_wrap_hook(rank: int, world_size: int, port: int) -> bool:
     from megatron.training.argument_utils import gpt_config_from_args
 
     from megatron.slipstream import bind
-    from megatron.slipstream.integration.entry.validation import parse_and_validate
+    from megatron.slipstream.integration.entry.checks import parse_and_validate
 
     args = parse_and_validate(GPT)
     initialize(CASE)

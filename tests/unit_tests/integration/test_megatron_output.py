@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron.slipstream.integration.entry import training
-from megatron.slipstream.integration.entry.megatron_output import DEFAULT_PATH, MegatronOutput
+from megatron.slipstream.integration.entry.output import DEFAULT_PATH, MegatronOutput
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMED = ["--megatron-output-path", "out.log"]
@@ -77,10 +77,7 @@ def test_equal_warnings_are_written_once(folder: Path) -> None:
             library().warning("the same")
             print("a line")
     text = (folder / DEFAULT_PATH).read_text()
-    assert re.findall("^.*the same$", text, re.MULTILINE) == [
-        "WARNING:a.library:the same",
-        "# 160 times: WARNING:a.library:the same",
-    ]
+    assert re.findall("^.*the same$", text, re.MULTILINE) == ["WARNING:a.library:the same"]
     assert text.count("a line") == 160
 
 

@@ -15,7 +15,7 @@ from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step
 
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.cpu import cpu_only
-from megatron.slipstream.integration.entry import arguments, dry_run
+from megatron.slipstream.integration.entry import arguments, checks
 from megatron.slipstream.integration.frameworks.options import apply_overrides
 from megatron.slipstream.integration.seam import module_groups
 from megatron.slipstream.options.fields import OffloadConfig
@@ -79,12 +79,12 @@ def test_flags_name_them() -> None:
     cpu_only.install_training_shims()
     args = arguments.parse([*FLAGS, *MODULES], arguments.defaults_of_machine([]))
     assert args.offload_modules == [*MODULES]
-    checked = dry_run.check_flags([*FLAGS, *MODULES])
+    checked = checks.check_flags([*FLAGS, *MODULES])
     assert [item.text for item in checked.findings if item.severity == "error"] == []
 
 
 def errors(*flags: str) -> list[str]:
-    found = dry_run.check_flags([*FLAGS, *flags]).findings
+    found = checks.check_flags([*FLAGS, *flags]).findings
     return [item.text for item in found if item.severity == "error"]
 
 

@@ -14,18 +14,16 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple
 
 import pytest
 import torch
 from forked import Done, run_function, run_script
 from training_runs import prepare_training
 
-from megatron.slipstream.integration.entry import checks
 from megatron.slipstream.integration.seam import compat
-from megatron.slipstream.launcher import check_launcher
+from megatron.slipstream.launcher import check_launcher, set_launcher_defaults
 from megatron.slipstream.options import datasets, preflight
-from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.rules import require
 from megatron.slipstream.patches import releases
 
@@ -293,11 +291,10 @@ def test_half_a_launcher_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    from megatron.slipstream.integration.entry import training
 
     def check() -> None:
         check_launcher()
-        training._set_single_process_environment()
+        set_launcher_defaults()
 
     with pytest.raises(ValueError) as refused:
         check()
@@ -338,27 +335,6 @@ def test_help_teaches_our_flags_and_the_modules(folder: Path) -> None:
         assert word in outcome.output
     assert "--num-layers" not in outcome.output.split("examples:")[0]
     assert "--tensor-model-parallel-size" in _train(folder, ["--help-all"]).output
-
-
-RECOMPUTED = {"fine_grained_activation_offloading": True, "recompute_granularity": "full"}
-
-
-@pytest.mark.parametrize(
-    "options, needed",
-    [
-        ({}, "offload_checkpoint_inputs=True"),
-        ({"offload_engine": "megatron"}, "offload_engine=slipstream and offload_checkpoint_inpu"),
-        ({"offload_checkpoint_inputs": True}, None),
-        ({"fine_grained_activation_offloading": False}, None),
-        ({"recompute_granularity": "selective"}, None),
-    ],
-)
-def test_that_layers_recomputed_as_a_whole_leave_nothing_is_told(
-    options: dict[str, Any], needed: Optional[str]
-) -> None:
-    found = checks._check_what_moves(Facts(RECOMPUTED, options))
-    assert [finding.rule for finding in found] == ["nothing-to-move"] * (needed is not None)
-    assert all(f"set {needed}" in finding.cure for finding in found)
 
 
 def test_inputs_of_checkpoints_need_no_module_to_be_named(folder: Path) -> None:

@@ -22,7 +22,7 @@ from training_runs import prepare_training
 
 from megatron.slipstream.attached.handle import attach
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.entry import checks, dry_run
+from megatron.slipstream.integration.entry import checks
 from megatron.slipstream.options.fields import OffloadConfig, OffloadOptions
 from megatron.slipstream.options.rules import Finding, check_rules
 from megatron.slipstream.options.training import MACHINE_RULES
@@ -154,11 +154,11 @@ def check_all(rank: int, num_ranks: int, port: int) -> Found:
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     prepare_training()
     found: Found = {}
-    with dry_run.as_in_training(CUDA_DEVICE_MAX_CONNECTIONS="1"):
-        dry_run.cpu_only.install_training_shims()
+    with checks.as_in_training(CUDA_DEVICE_MAX_CONNECTIONS="1"):
+        checks.cpu_only.install_training_shims()
         for mode, flags in MODES.items():
             words = [*BASE.split(), *flags.split()]
-            parsed = dry_run.parse_for(words, 1)
+            parsed = checks.parse_for(words, 1)
             for option, row in TABLE.items():
                 args = copy.copy(parsed)
                 before = check(args, words, mode is not Mode.CPU)

@@ -2,34 +2,34 @@
 
 """The command line of the training script: one parser of megatron's flags and ours.
 
-:mod:`checks` checks the arguments, and :mod:`validation` does the steps after parsing.
+:mod:`checks` does the steps after parsing.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 import torch
 
 from megatron.slipstream.integration.cpu import cpu_only
-from megatron.slipstream.integration.entry.flag_names import did_you_mean, given_flags
 from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.budget import complete_arguments
 from megatron.slipstream.options.config_file import config_from_environment
-from megatron.slipstream.options.fields import (
-    GROUPS,
-)
+from megatron.slipstream.options.fields import GROUPS
 from megatron.slipstream.options.model import MODULE_NAMES
 from megatron.slipstream.options.modules import own_modules
+from megatron.slipstream.options.rules import given_flags, nearest_flags
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
 
@@ -60,6 +60,9 @@ _SEVERAL_QUEUES = frozenset(
     {"--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm"}
 )
 """Flags whose communication must not wait for kernels of the same queue."""
+
+END_OF_DOCUMENT = "<|endoftext|>"
+"""Special token that ``tools/preprocess_text.py`` inserts between documents."""
 
 _EXAMPLES = """\
 examples:
@@ -159,6 +162,44 @@ def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
     return args
 
 
+def apply_tokenizer(args: Any) -> None:
+    """Take vocabulary size and end-of-document token from ``tokenizer_json``, if it is set."""
+    if args.tokenizer_json is None:
+        return
+    vocab_size, end_of_document = read_tokenizer(Path(args.tokenizer_json))
+    if args.tokenizer_type not in (None, "NullTokenizer"):
+        raise ValueError(
+            f"tokenizer_type={args.tokenizer_type} is not supported with tokenizer_json because "
+            "the file stands for the tokenizer; remove one of the two"
+        )
+    args.tokenizer_type = "NullTokenizer"  # the text is tokenised already; only sizes are needed
+    args.vocab_size = vocab_size
+    args.null_tokenizer_eod_id = end_of_document
+
+
+def read_tokenizer(path: Path) -> tuple[int, int]:
+    """Return the number of tokens and the end-of-document token's id from a tokenizer file.
+
+    Raises:
+        ValueError: The file does not exist or is not one of ours.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary: dict[str, int] = dict(content["model"]["vocab"])
+        vocabulary.update({token["content"]: token["id"] for token in content["added_tokens"]})
+        return max(vocabulary.values()) + 1, vocabulary[END_OF_DOCUMENT]
+    except OSError as error:
+        raise ValueError(
+            f"tokenizer_json={path} cannot be read ({error.strerror}); set it to the "
+            "<prefix>-tokenizer.json that tools/preprocess_text.py wrote"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"tokenizer_json={path} is not a tokenizer with a {END_OF_DOCUMENT} token; make it "
+            "again with tools/preprocess_text.py"
+        ) from error
+
+
 def use_one_device_queue(argv: Sequence[str]) -> None:
     """Set ``CUDA_DEVICE_MAX_CONNECTIONS`` to 1 if it is not set. Call before CUDA starts.
 
@@ -202,7 +243,7 @@ def _nearest_flags(parser: argparse.ArgumentParser, message: str) -> str:
     known = [flag for action in parser._actions for flag in action.option_strings]
     words = [word.rstrip(":,").split("=")[0] for word in message.split() if word[:2] == "--"]
     unknown = [word for word in words if word not in known]
-    return did_you_mean(unknown, known)
+    return nearest_flags(unknown, known)
 
 
 def print_help(everything: bool) -> None:

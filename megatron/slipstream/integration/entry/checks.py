@@ -1,25 +1,38 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""All checks of the training arguments, run before megatron's own bare assertions.
+"""From flags to checked arguments: for training, and without one for doctor and plan.
 
-Training stops at the first error, ``slipstream doctor`` shows all of them, and ``slipstream plan``
-uses those of :func:`check_options`, which do not depend on the machine.
+Options are checked after parsing, before megatron's own bare assertions, and again after megatron's
+validation, which completes them. Training stops at the first error, ``slipstream doctor`` shows all
+of them, and ``slipstream plan`` uses those of :func:`check_options`, which do not depend on the
+machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import itertools
-from collections.abc import Sequence
+import logging
+import math
+import os
+import re
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Optional
 
 import torch
 
 from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
-from megatron.slipstream.integration.entry.flag_names import given_flags
+from megatron.slipstream.integration.cpu import cpu_only
+from megatron.slipstream.integration.entry import arguments
+from megatron.slipstream.integration.graphs import goals
 from megatron.slipstream.integration.seam import compat
+from megatron.slipstream.launcher import launcher_number
 from megatron.slipstream.options import datasets, preflight
 from megatron.slipstream.options.budget import BUDGET_RULES
 from megatron.slipstream.options.chunk_graphs import CHUNK_GRAPH_RULES
@@ -36,17 +49,232 @@ from megatron.slipstream.options.model import (
     moves_in_layer_graphs,
 )
 from megatron.slipstream.options.packing import check_corpora, check_packing
-from megatron.slipstream.options.rules import Finding, check_by, check_rules, finding_of
+from megatron.slipstream.options.rules import (
+    Finding,
+    check_by,
+    check_rules,
+    finding_of,
+    given_flags,
+    require,
+)
 from megatron.slipstream.options.tiles import TILE_RULES
 from megatron.slipstream.options.training import (
     MACHINE_RULES,
     NO_EFFECT,
     NO_EFFECT_ON_MEGATRON,
-    NO_FILES,
-    NOTHING_TO_MOVE,
+    REFUSED_BY_MEGATRON,
     SCHEDULE_RULES,
     STAYS,
 )
+
+# Training
+
+
+def parse_and_validate(argv: Sequence[str]) -> Any:
+    """Parse arguments, check them, validate them with megatron, and set them as global.
+
+    Args:
+        argv: Flags without the program's name.
+
+    Raises:
+        ValueError: The first error, naming option, value and remedy.
+    """
+    # A broken Transformer Engine breaks the import of megatron-core; report it first.
+    facts = preflight.collect()
+    require(preflight.check_process(facts, offloading=False))
+    if not torch.cuda.is_available():
+        # Megatron warns at import about every GPU package that is absent, and torch's data loader
+        # about memory it cannot pin; without a GPU both are expected.
+        warnings.filterwarnings("ignore", message=".*(not installed|transformer-engine|pin_memory)")
+    on_cpu = cpu_only.install_training_shims()
+    cpu_only.skip_helper_compilation()
+    args = arguments.parse(argv, arguments.defaults_of_machine(argv))
+    if not on_cpu and args.fine_grained_activation_offloading:
+        cpu_only.tolerate_missing_affinity_tools()
+    arguments.apply_tokenizer(args)
+    before = check_options(args, argv)
+    require(before)
+    require(check_run(args))
+    require(preflight.check_process(facts, args.fine_grained_activation_offloading))
+    if moves_in_layer_graphs(args):
+        require(preflight.check_graphs(facts))
+    if args.cuda_graph_granularity == "chunk":
+        from megatron.slipstream.integration.graphs.chunks import prepare_arguments
+
+        prepare_arguments(args)
+    goals.prepare_arguments(args)
+    if args.use_checkpoint_args:
+        _load_from_checkpoint(args)
+    validate(args)
+    # Check again: options may come from a checkpoint, or have been given by former names.
+    require(f for f in check_options(args) if f not in before)
+    from megatron.training.global_vars import set_global_variables
+
+    set_global_variables(args)
+    return args
+
+
+def _load_from_checkpoint(args: Any) -> None:
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    try:
+        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+        load_args_from_checkpoint(args)
+    except AssertionError as error:
+        raise refused_by_megatron(error) from error
+
+
+def validate(args: Any) -> None:
+    """Run megatron's own validation, which completes the arguments, in every release.
+
+    With offloading, megatron requires Transformer Engine. Nothing needs it without a GPU, so the
+    flag is then off during the check.
+
+    Raises:
+        ValueError: Megatron refuses the arguments.
+    """
+    from megatron.training.arguments import validate_args
+
+    offloading = args.fine_grained_activation_offloading
+    try:
+        args.fine_grained_activation_offloading = offloading and torch.cuda.is_available()
+        validate_args(args, {})
+    except AssertionError as error:
+        raise refused_by_megatron(error) from error
+    finally:
+        args.fine_grained_activation_offloading = offloading
+
+
+def refused_by_megatron(error: AssertionError) -> ValueError:
+    """Return the assertion as a ``ValueError``; without a message, it quotes the check."""
+    test = traceback.extract_tb(error.__traceback__)[-1].line or "an unnamed check"
+    missing = re.fullmatch(r"assert args\.(\w+) is not None", test)
+    cure = f"; set --{missing[1].replace('_', '-')}" if missing else ""
+    return ValueError(
+        str(error) or f"megatron refuses the arguments because of its check: {test}{cure}"
+    )
+
+
+# Doctor and plan
+
+
+class Checked(NamedTuple):
+    """Findings about the flags of a command."""
+
+    args: Optional[Any]
+    """Arguments as megatron parsed and completed them; None if it failed."""
+    num_processes: int = 1
+    """Number of processes that the flags were checked for."""
+    findings: tuple[Finding, ...] = ()
+
+
+def check_flags(flags: Sequence[str], num_processes: Optional[int] = None) -> Checked:
+    """Parse flags with megatron's own parser and ours, and run every check on them.
+
+    Without a GPU, installs the training shims for the rest of the process.
+
+    Args:
+        flags: Flags of the training script.
+        num_processes: Number of training processes; None for the number that this process's
+            launcher sets, or else the minimum for the model parallelism.
+    """
+    num_processes = num_processes or launcher_number("WORLD_SIZE", 0)
+    with as_in_training():
+        arguments.use_one_device_queue(flags)
+        cpu_only.install_training_shims()
+        try:
+            defaults = arguments.defaults_of_machine(flags)
+            args = parse_for(flags, num_processes, defaults)
+        except ValueError as error:
+            return Checked(None, findings=(finding_of(error),))
+        findings = check_by(lambda: arguments.apply_tokenizer(args), "tokenizer_json")
+        findings += check_options(args, flags) + check_run(args)
+        refusal = _refusal_of_megatron(args)
+        if refusal is not None and not _is_of_an_option_in(refusal, findings):
+            findings.append(REFUSED_BY_MEGATRON.found(message=refusal))
+        if refusal is None:
+            # Options by former names now have the present ones.
+            findings += [f for f in check_options(args) if f not in findings]
+    return Checked(args, args.world_size, tuple(findings))
+
+
+def parse_for(
+    flags: Sequence[str], num_processes: Optional[int], defaults: Sequence[str] = ()
+) -> Any:
+    """Parse the arguments for this number of processes; None for the minimum.
+
+    Raises:
+        ValueError: The flags cannot be parsed.
+    """
+    args = arguments.parse(flags, defaults)
+    args.world_size = num_processes or _fewest_processes(args)
+    return args
+
+
+def _fewest_processes(args: Any) -> int:
+    """Smallest number that both the dense and the expert group sizes divide."""
+    pipeline = args.pipeline_model_parallel_size
+    dense = args.tensor_model_parallel_size * args.context_parallel_size * pipeline
+    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    return math.lcm(dense, expert_tensor * args.expert_model_parallel_size * pipeline)
+
+
+def _refusal_of_megatron(args: Any) -> Optional[str]:
+    """Return the first error of megatron's validation and of the configuration it creates."""
+    try:
+        from megatron.slipstream.integration.entry import providers
+
+        validate(args)
+        providers.model_config(args)
+    except AssertionError as error:
+        return str(refused_by_megatron(error))
+    except ValueError as error:
+        return str(error)
+    # Megatron's code may raise any exception on unexpected input.
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _is_of_an_option_in(refusal: str, findings: Iterable[Finding]) -> bool:
+    """Whether an error in ``findings``, which includes a fix, names an option in ``refusal``."""
+    named = (_named(finding.text) for finding in findings if finding.severity == "error")
+    return bool(_named(refusal) & set().union(*named))
+
+
+def _named(text: str) -> set[str]:
+    """Return the options named in a text, except names that could be ordinary words."""
+    return {word for word in re.findall(r"\w+", text) if "_" in word}
+
+
+@contextlib.contextmanager
+def as_in_training(**variables: str) -> Iterator[None]:
+    """Run megatron's code as in training, without output or lasting environment variables.
+
+    Args:
+        variables: Environment variables that a launcher sets in addition to the usual ones.
+    """
+    usual = {"NVTE_CPU_OFFLOAD_V1": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    before, level, sink = dict(os.environ), logging.root.manager.disable, io.StringIO()
+    for name, value in {**usual, **variables}.items():
+        os.environ.setdefault(name, value)
+    logging.disable(logging.CRITICAL)
+    try:
+        # Megatron's warnings concern a real training.
+        with (
+            warnings.catch_warnings(action="ignore"),
+            contextlib.redirect_stdout(sink),
+            contextlib.redirect_stderr(sink),
+        ):
+            yield
+    finally:
+        logging.disable(level)
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+# Findings
 
 
 def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
@@ -54,6 +282,7 @@ def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
     has_gpu = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if has_gpu else None
     facts = Facts(args, has_gpu=has_gpu, capability=capability)
+    at_the_edge = ", ".join(modules_at_the_edge_of_graphs(facts))
     return [
         *compat.check_release(facts),
         *check_model_options(facts),
@@ -61,10 +290,9 @@ def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
         *check_packing(facts),
         *check_dynamic_context_parallel(facts),
         *check_rules((*EXPERT_RULES, *TILE_RULES, *CHUNK_GRAPH_RULES), facts),
-        *_check_what_moves(facts),
+        *([STAYS.found(names=at_the_edge)] if at_the_edge else []),
         *check_options_in_graphs(facts),
-        *unused_flags(args, argv),
-        *_unused_interval(args, argv),
+        *_unused_flags(args, argv),
     ]
 
 
@@ -75,54 +303,23 @@ def check_run(args: Any) -> list[Finding]:
     return findings + _check_data(args) + _check_outputs(args)
 
 
-def check_process(args: Any, facts: preflight.ProcessFacts) -> list[Finding]:
-    """Return findings about this process that conflict with the options."""
-    findings = preflight.check_process(facts, args.fine_grained_activation_offloading)
-    return findings + (preflight.check_graphs(facts) if moves_in_layer_graphs(args) else [])
-
-
-# Options
-
-
-def _check_what_moves(facts: Facts) -> list[Finding]:
-    if not facts.fine_grained_activation_offloading:
-        return []
-    names = modules_at_the_edge_of_graphs(facts)
-    findings = [STAYS.found(names=", ".join(names))] if names else []
-    is_own = facts.offload_engine == "slipstream"
-    if facts.recompute_granularity == "full" and not (is_own and facts.offload_checkpoint_inputs):
-        needed = "offload_checkpoint_inputs=True"
-        needed = needed if is_own else f"offload_engine=slipstream and {needed}"
-        findings.append(NOTHING_TO_MOVE.found(needed=needed))
-    return findings
-
-
-def unused_flags(args: Any, argv: Sequence[str]) -> list[Finding]:
+def _unused_flags(args: Any, argv: Sequence[str]) -> list[Finding]:
     """Return a finding about flags without effect: offloading is off, or another engine's.
 
     Not an error: users leave flags in place to compare training with and without offloading, or
     the two engines. A settings file applies to all runs, so its options do not count.
     """
-    own = tuple(field.name for field in dataclasses.fields(OffloadConfig))
+    options = [field.name for field in dataclasses.fields(OffloadConfig)]
     if not args.fine_grained_activation_offloading:
-        rule, options = NO_EFFECT, (*OffloadOptions.__annotations__, *own)
+        rule, options = NO_EFFECT, [*OffloadOptions.__annotations__, *options]
     elif args.offload_engine == "megatron":
-        rule, options = NO_EFFECT_ON_MEGATRON, own
+        rule = NO_EFFECT_ON_MEGATRON
+        options.remove("offload_engine")
     else:
         return []
     given = given_flags(argv)
     unused = [name for name in options if "--" + name.replace("_", "-") in given]
-    unused = [name for name in unused if rule is NO_EFFECT or name != "offload_engine"]
     return [rule.found(names=", ".join(unused))] if unused else []
-
-
-def _unused_interval(args: Any, argv: Sequence[str]) -> list[Finding]:
-    is_own = args.fine_grained_activation_offloading and args.offload_engine == "slipstream"
-    of_engine = args.offload_report_path, args.offload_trace_path
-    if args.run_record_path or (is_own and any(of_engine)):
-        return []
-    is_given = "--output-interval" in given_flags(argv)
-    return [NO_FILES.found(interval=args.output_interval)] if is_given else []
 
 
 def _check_data(args: Any) -> list[Finding]:

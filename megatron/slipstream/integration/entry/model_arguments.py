@@ -31,9 +31,7 @@ from megatron.slipstream.estimate.training_setup import (
 )
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.integration.cpu import cpu_only
-from megatron.slipstream.integration.entry import dry_run, validation
-from megatron.slipstream.integration.entry.arguments import use_one_device_queue
-from megatron.slipstream.integration.entry.checks import check_options
+from megatron.slipstream.integration.entry import arguments, checks
 from megatron.slipstream.integration.seam.compat import defaults_of_later_options
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.facts import Facts
@@ -74,12 +72,12 @@ def configured_by_flags(
     Raises:
         ValueError: Training would refuse the flags on any machine, or they cannot be planned.
     """
-    with dry_run.as_in_training():
-        use_one_device_queue(flags)
+    with checks.as_in_training():
+        arguments.use_one_device_queue(flags)
         cpu_only.install_training_shims()
-        args = dry_run.parse_for(flags, num_processes)
-        validation.apply_tokenizer(args)
-        require(check_options(args))
+        args = checks.parse_for(flags, num_processes)
+        arguments.apply_tokenizer(args)
+        require(checks.check_options(args))
         config = _config(args)
     require(check_rules(PLAN_RULES, _facts(args, config, state_gib)))
     return _configured(args, config, num_micro_batches)
@@ -97,7 +95,7 @@ def _config(args: Any) -> Any:
             setattr(config, name, value)
         return config
     except AssertionError as error:
-        raise validation.refused_by_megatron(error) from error
+        raise checks.refused_by_megatron(error) from error
     except (KeyError, TypeError, AttributeError) as error:
         # Megatron's code may raise any exception on unexpected input.
         raise ValueError(

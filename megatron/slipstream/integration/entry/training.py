@@ -25,19 +25,19 @@ from megatron.slipstream.fine_grained_activation_offload.report import RankRepor
 from megatron.slipstream.fine_grained_activation_offload.run_metadata import settings
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.integration.entry.arguments import print_help, use_one_device_queue
-from megatron.slipstream.integration.entry.log_setup import log_to_stderr
-from megatron.slipstream.integration.entry.megatron_output import MegatronOutput
-from megatron.slipstream.integration.entry.validation import parse_and_validate, refused_by_megatron
+from megatron.slipstream.integration.entry.checks import parse_and_validate, refused_by_megatron
+from megatron.slipstream.integration.entry.output import MegatronOutput
 from megatron.slipstream.integration.record.monitor import Monitor
 from megatron.slipstream.integration.record.run_files import RunFiles
 from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.launcher import (
     INTERRUPTED,
     check_launcher,
-    free_port,
     launcher_number,
+    log_to_stderr,
     rank,
     refuse,
+    set_launcher_defaults,
 )
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import table
@@ -74,7 +74,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _parse_and_train(arguments: Sequence[str], output: MegatronOutput) -> int:
     try:
-        _set_single_process_environment()
+        set_launcher_defaults()
         use_one_device_queue(arguments)
         args = parse_and_validate(arguments)
         config = OffloadConfig.of(args)
@@ -127,27 +127,6 @@ def _last_checkpoint(folder: Optional[str]) -> str:
 
 
 # Process
-
-
-def _set_single_process_environment() -> None:
-    """Set torchrun's variables for one process, so that ``python pretrain_gpt.py`` just works.
-
-    Raises:
-        ValueError: Some of a launcher's variables are set and others are not.
-    """
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        missing = [name for name in needed if name not in os.environ]
-        if missing:
-            given = next(name for name in needed if name in os.environ)
-            raise ValueError(
-                f"{given} is set without {', '.join(missing)}; start with torchrun, which sets "
-                f"all of them, or unset {given}"
-            )
-        return
-    defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
-    for name, value in {**defaults, "MASTER_PORT": free_port()}.items():
-        os.environ.setdefault(name, str(value))
 
 
 def _has_nccl_peers() -> bool:

@@ -15,7 +15,7 @@ import logging
 from typing import Any, Optional
 
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.entry.log_setup import log_to_stderr
+from megatron.slipstream.launcher import log_to_stderr
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.config_file import config_from_environment
 from megatron.slipstream.options.fields import OffloadConfig

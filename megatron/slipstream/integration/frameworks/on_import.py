@@ -24,7 +24,7 @@ def get_ready() -> None:
         from megatron.slipstream.integration.frameworks.loading import load
     # An incomplete Transformer Engine, which megatron-core imports, raises various exceptions.
     except Exception as error:
-        from megatron.slipstream.integration.entry.log_setup import log_to_stderr
+        from megatron.slipstream.launcher import log_to_stderr
 
         log_to_stderr()
         logger.warning(

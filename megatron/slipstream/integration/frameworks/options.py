@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Optional
@@ -29,7 +28,7 @@ from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.fields import DEFAULTS, MODULES, SWITCH, OffloadOptions
 from megatron.slipstream.options.model import check_model_options
 from megatron.slipstream.options.modules import own_modules
-from megatron.slipstream.options.rules import require
+from megatron.slipstream.options.rules import nearest_name, require
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +167,7 @@ def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
     given = {}
     for name, value in options.items():
         if name not in DEFAULTS:
-            near = difflib.get_close_matches(str(name), DEFAULTS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = nearest_name(name, DEFAULTS, cutoff=0.5)
             raise ValueError(
                 f"{name!r} is not an offloading option; {hint}Options: {', '.join(DEFAULTS)}"
             )

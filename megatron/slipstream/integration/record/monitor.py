@@ -14,6 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -29,79 +30,68 @@ from megatron.slipstream.plan.whole_files import write_whole
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Monitor(contextlib.AbstractContextManager["Monitor"]):
     """Monitors one rank's training. Use it as a context around ``pretrain``.
 
     All forward and backward passes of an iteration lie between :meth:`before_forward` of its first
     micro-batch and the end of :meth:`finalizing`. The memory peak between them, minus the memory
     allocated before, is the peak of its activations (and of temporary gradients).
-
-    Args:
-        num_iterations: Number of the run's last iteration.
-        iteration: Returns the number of the current iteration, from 1; a resumed run starts higher.
-        shows: Whether to log a line every ``log_interval`` iterations.
-        record: Keep per-iteration figures for :meth:`save`. Costs a device synchronisation per
-            iteration, and resets torch's peak memory statistics.
-        bytes_offloaded: Returns the bytes copied to the host in the last complete iteration; None
-            without an engine.
-        backend: The engine's backend, which also resets the peak statistics in some iterations;
-            None without an engine.
-        evaluation_length: Micro-batches of one evaluation on this rank, to separate consecutive
-            evaluations; 0 if unknown.
-        between_iterations: Called before an iteration begins, with this monitor and the number of
-            the last complete iteration, whose engine figures are available then.
     """
 
-    def __init__(
-        self,
-        num_iterations: int,
-        iteration: Callable[[], int],
-        shows: bool,
-        record: bool,
-        bytes_offloaded: Optional[Callable[[], int]] = None,
-        evaluation_length: int = 0,
-        log_interval: int = 1,
-        backend: Optional[Backend] = None,
-        between_iterations: Optional[Callable[[Monitor, int], None]] = None,
-    ) -> None:
-        self._between_iterations = between_iterations
-        self._evaluation_length = evaluation_length
-        self._num_iterations = num_iterations
-        self._iteration_now = iteration
-        self._record = record
-        self._bytes_offloaded = bytes_offloaded
-        self._shows = shows
-        self._log_interval = max(log_interval, 1)
+    num_iterations: int
+    """Number of the run's last iteration."""
+    iteration: Callable[[], int]
+    """Returns the number of the current iteration, from 1; a resumed run starts higher."""
+    shows: bool
+    """Whether to log a line every ``log_interval`` iterations."""
+    record: bool
+    """Keep per-iteration figures for :meth:`save`. Costs a device synchronisation per iteration,
+    and resets torch's peak memory statistics."""
+    bytes_offloaded: Optional[Callable[[], int]] = None
+    """Returns the bytes copied to the host in the last complete iteration; None without an
+    engine."""
+    evaluation_length: int = 0
+    """Micro-batches of one evaluation on this rank, to separate consecutive evaluations; 0 if
+    unknown."""
+    log_interval: int = 1
+    backend: Optional[Backend] = None
+    """The engine's, which also resets the peak statistics in some iterations; None without one."""
+    between_iterations: Optional[Callable[[Monitor, int], None]] = None
+    """Called before an iteration begins, with this monitor and the number of the last complete
+    iteration, whose engine figures are available then."""
+
+    def __post_init__(self) -> None:
+        backend = self.backend
         if backend is None or (backend.name == "cuda") != torch.cuda.is_available():
             # A backend that emulates a GPU does not count the memory of a real one.
             backend = make_backend("auto")
         self._backend = backend
         self._meter: Optional[DeviceMemoryMeter] = None
-        if record and isinstance(self._backend, CpuBackend):
+        if self.record and isinstance(backend, CpuBackend):
             # It excludes the engine's host buffers; plans are made from its count.
-            self._meter = self._backend.meter = DeviceMemoryMeter()
-        self._stack = contextlib.ExitStack()
+            self._meter = backend.meter = DeviceMemoryMeter()
         self._in_iteration = False
         self._loss: Optional[float] = None
         self._is_settled = True
         self._baseline_bytes = 0
-        self._started_s = 0.0
-        self._began_s = 0.0
+        self._started_s = self._began_s = 0.0
         self._ended_s: Optional[float] = None
         self._losses: list[torch.Tensor] = []
         self._evaluation_losses: list[torch.Tensor] = []
-        self._model: Optional[list[torch.nn.Module]] = None
+        self._model: list[torch.nn.Module] = []
         self._num_done = 0
         self.figures: dict[str, Any] = {"iterations": [], "evaluations": []}
 
     def __enter__(self) -> Monitor:
         if self._meter is not None:
-            self._stack.enter_context(self._meter)
+            self._meter.__enter__()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._settle()
-        self._stack.close()
+        if self._meter is not None:
+            self._meter.__exit__(*error)
 
     # Callbacks, in the order of an iteration.
 
@@ -114,23 +104,23 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             return
         self._settle()
         self._began_s, self._ended_s = time.perf_counter(), None
-        if self._between_iterations is not None and self._num_done > 0:
-            self._between_iterations(self, self._num_done)
+        if self.between_iterations is not None and self._num_done > 0:
+            self.between_iterations(self, self._num_done)
         self._in_iteration = True
-        if self._record:
+        if self.record:
             _synchronize()
             self._baseline_bytes = self._backend.begin_peak()
             self._started_s = time.perf_counter()
 
     def after_loss(self, loss_and_tokens: torch.Tensor) -> None:
         """Called on the last pipeline stage with a micro-batch's ``[summed loss, tokens]``."""
-        if not self._record and not self._shows:
+        if not self.record and not self.shows:
             return
         if torch.is_grad_enabled():
             self._losses.append(loss_and_tokens)
         else:
             self._evaluation_losses.append(loss_and_tokens)
-            if len(self._evaluation_losses) == self._evaluation_length:
+            if len(self._evaluation_losses) == self.evaluation_length:
                 self._close_evaluation()
 
     def finalizing(self, finalize_model_grads: Callable[..., None]) -> Callable[..., None]:
@@ -138,7 +128,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
         def finalize(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
             peak_bytes = 0
-            if self._record:
+            if self.record:
                 _synchronize()
                 peak_bytes = self._backend.peak_bytes() - self._baseline_bytes
             finalize_model_grads(model, *args, **kwargs)
@@ -149,11 +139,11 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
     def _after_iteration(self, activation_peak_bytes: int) -> None:
         self._in_iteration = False
-        self._num_done = self._iteration_now()
+        self._num_done = self.iteration()
         self._is_settled = False
         self._loss = _mean(self._losses)
         self._losses.clear()
-        if self._record:
+        if self.record:
             self.figures["iterations"].append(
                 {
                     "loss": self._loss,
@@ -163,7 +153,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                     "forward_backward_ms": 1e3 * (time.perf_counter() - self._started_s),
                 }
             )
-            if self._num_done == self._num_iterations and self._model is not None:
+            if self._num_done == self.num_iterations:
                 self.figures["gradients_sha256"] = _digest(self._gradients())
 
     def _settle(self) -> None:
@@ -172,11 +162,11 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         if self._is_settled:
             return
         self._is_settled = True
-        moved = None if self._bytes_offloaded is None else self._bytes_offloaded()
-        if self._record and moved is not None:
+        moved = None if self.bytes_offloaded is None else self.bytes_offloaded()
+        if self.record and moved is not None:
             self.figures["iterations"][-1]["bytes_offloaded"] = moved
-        done, total = self._num_done, self._num_iterations
-        if self._shows and (done % self._log_interval == 0 or done == total):
+        done, total = self._num_done, self.num_iterations
+        if self.shows and (done % max(self.log_interval, 1) == 0 or done == total):
             # Time of the whole iteration with its optimizer step, excluding any later evaluation.
             ms = 1e3 * ((self._ended_s or time.perf_counter()) - self._began_s)
             figures = [] if self._loss is None else [f"loss {self._loss:.4f}"]
@@ -202,14 +192,13 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             is_end: Whether training has ended normally; if so, add a digest of the final weights.
         """
         self._settle()
-        if is_end and self._model is not None:
+        if is_end and self._model:
             weights = (p.detach() for chunk in self._model for p in chunk.parameters())
             self.figures["weights_sha256"] = _digest(weights)
         self.figures["torch_num_threads"] = torch.get_num_threads()
         write_whole(path, (json.dumps(self.figures, indent=1) + "\n").encode())
 
     def _gradients(self) -> Iterable[torch.Tensor]:
-        assert self._model is not None
         for chunk in self._model:
             for parameter in chunk.parameters():
                 gradient = getattr(parameter, "main_grad", None)
