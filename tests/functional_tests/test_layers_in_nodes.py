@@ -32,7 +32,7 @@ ENGINES |= {module: ((module,), "cpu") for module in ("attn_norm", "mlp_norm")}
 def _train_all(recomputes: bool) -> list[list[InNodes]]:
     """Each of :data:`ENGINES` on each rank; the training without an engine is the same."""
     engines = list(ENGINES.values())
-    return run_ranks(NUM_RANKS, compare_in_nodes, engines, recomputes, 3)
+    return run_ranks(NUM_RANKS, compare_in_nodes, engines, recomputes, 2)
 
 
 def _compare(name: str, recomputes: bool) -> list[InNodes]:

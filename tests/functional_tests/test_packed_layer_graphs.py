@@ -123,7 +123,7 @@ def check_two_models(models: Mapping[str, ModelCase], counts: Sequence[int], bac
     assert moved == [["core_attn"], ["qkv_linear"]]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in FIFTY])
 def test_one_rank(name: str) -> None:
     (result,) = check(1, *case_of(name, ON_CPU), (2, 3, 1))
     assert result.num_sets == 1
@@ -133,10 +133,9 @@ def test_one_rank(name: str) -> None:
     "name, layout, num_sets, is_offloading",
     [
         ("dense", {"pp": 2}, [1, 2], False),
-        ("MoE, attention and router", {"pp": 2}, [1, 2], False),
         ("dense, attention", {"num_layers": 8, "pp": 2, "vpp": 2}, [4, 6], True),
     ],
-    ids=["PP2", "PP2, MoE", "PP2 VPP2, offloading"],
+    ids=["PP2", "PP2 VPP2, offloading"],
 )
 def test_numbers_of_micro_batches_change(
     name: str, layout: dict[str, Any], num_sets: Sequence[int], is_offloading: bool
@@ -181,7 +180,6 @@ BANKS: dict[str, tuple[int, ModelCase, tuple[str, ...], Sequence[str]]] = {
     ),
     "MoE": (2, ModelCase("moe", **SMALL, overrides=PER_TOKEN), ROUTED, ()),
     "MLA": (2, ModelCase("mla", **SMALL, overrides=PER_TOKEN), ("attn",), ()),
-    "PP2": (4, ModelCase(pp=2, **{**SMALL, "num_layers": 4}, overrides=PER_TOKEN), (), ()),
     "PP2, offloading": (
         4,
         ModelCase(pp=2, **{**SMALL, "num_layers": 4}, overrides=PER_TOKEN),

@@ -44,7 +44,6 @@ VPP2 = "--num-layers-per-virtual-pipeline-stage 1".split()
 
 LAYOUTS = [
     pytest.param(1, "--sequence-packing greedy".split(), id="greedy"),
-    pytest.param(2, PP2, id="balanced, PP2"),
     pytest.param(2, DYNAMIC, id="dynamic context parallelism"),
     pytest.param(2, [*PP2, *VPP2, *MOE], id="balanced, PP2 VPP2, MoE", marks=pytest.mark.releases),
 ]
@@ -127,13 +126,11 @@ def _main_replayed(rank: int, num_ranks: int, port: int, folder: Path, flags: li
     [
         (1, ["--sequence-packing", "greedy"], []),
         (2, [*PP2, *VPP2, *MOE], []),
-        (2, DYNAMIC, ["--dynamic-context-parallel-verify"]),
-        (2, [*DYNAMIC, *SYNC_FREE], []),
+        (2, [*DYNAMIC, *SYNC_FREE], ["--dynamic-context-parallel-verify"]),
     ],
     ids=[
         "greedy",
         "balanced, PP2 VPP2, MoE",
-        "dynamic context parallelism",
         "dynamic, EP2, sync-free",
     ],
 )

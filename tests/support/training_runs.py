@@ -51,6 +51,8 @@ def prepare_training() -> None:
     the help texts of its options from its own source."""
     from megatron.training import argument_utils, arguments
 
+    from megatron.slipstream.integration.entry import arguments as entry_arguments
+
     import_training()
     factory = argument_utils.ArgumentGroupFactory
     read = getattr(factory, "_get_field_docstrings", None)
@@ -65,7 +67,8 @@ def prepare_training() -> None:
 
     read_once.is_kept = True
     factory._get_field_docstrings = read_once
-    arguments.add_megatron_arguments(argparse.ArgumentParser())
+    for add in (arguments.add_megatron_arguments, entry_arguments.add_arguments):
+        add(argparse.ArgumentParser())
 
 
 def train_main(
