@@ -44,7 +44,7 @@ def writer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Writer:
     writer = Writer()
     monkeypatch.setattr(global_vars, "get_tensorboard_writer", lambda: writer)
     monkeypatch.setattr(training.os, "_exit", end)
-    for name in ("_set_single_process_environment", "log_to_stderr", "keep_warnings"):
+    for name in ("set_launcher_defaults", "log_to_stderr", "keep_warnings"):
         monkeypatch.setattr(training, name, lambda: None)
     monkeypatch.setattr(training.OffloadConfig, "of", lambda _: None)
     for name in ("use_one_device_queue", "parse_and_validate", "_bind_pretrain"):
