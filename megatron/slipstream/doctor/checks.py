@@ -35,9 +35,13 @@ class Findings(list[Finding]):
         """Add what makes training slow, or fail later."""
         self.append(Finding("warning", message, cure, name))
 
+    def note(self, name: str, message: str, cure: str = "") -> None:
+        """Add information."""
+        self.append(Finding("note", message, cure, name))
+
     def unknown(self, why: str) -> str:
         """Add that the check was not possible, and return its value."""
-        self.append(Finding("note", f"not checked: {why}", "", "not-looked-at"))
+        self.note("not-looked-at", f"not checked: {why}")
         return "unknown"
 
 
@@ -73,12 +77,8 @@ CHECKS: list[Check] = []
 """In the order of the functions below."""
 
 
-def _check(topic: str, label: str, prevents: str) -> Callable[[Look], Look]:
-    def add(look: Look) -> Look:
-        CHECKS.append(Check(topic, label, prevents, look))
-        return look
-
-    return add
+def _check(topic: str, label: str, prevents: str) -> Callable[[Look], None]:
+    return lambda look: CHECKS.append(Check(topic, label, prevents, look))
 
 
 def examine(facts: MachineFacts) -> list[Row]:
@@ -138,8 +138,7 @@ def _megatron(facts: MachineFacts, findings: Findings) -> str:
 
 
 @_check(
-    "Versions",
-    "Transformer Engine",
+    *("Versions", "Transformer Engine"),
     "megatron-core does not import, or offloads nothing on a GPU",
 )
 def _transformer_engine(facts: MachineFacts, findings: Findings) -> str:
@@ -298,10 +297,11 @@ FAR_BELOW_OTHERS = 0.7
 @_check("GPUs", "GPUs", "training runs on the CPU")
 def _gpus(facts: MachineFacts, findings: Findings) -> str:
     if not facts.gpus and facts.driver is None:
-        message = "this machine has no GPU: training runs on the CPU, for tests only, with "
-        message += "simulated device memory"
-        findings.append(
-            Finding("note", message, "run the doctor on a machine that trains", "no-gpu")
+        findings.note(
+            "no-gpu",
+            "this machine has no GPU: training runs on the CPU, for tests only, with simulated "
+            "device memory",
+            "run the doctor on a machine that trains",
         )
         return "none"
     # If torch is missing, its own check reports it.

@@ -117,13 +117,12 @@ def collect(
     nodes, cpus = cpus_of_nodes(root), frozenset(os.sched_getaffinity(0))
     gpus = _gpus_of_torch(torch, root) if torch is not None and torch.cuda.is_available() else ()
     if measures and gpus:
-        gpus = _measured(gpus, nodes, cpus)
+        from megatron.slipstream.doctor.bandwidth import measure
+
+        beside = (cpus if gpu.node is None else cpus & nodes[gpu.node] for gpu in gpus)
+        gpus = tuple(map(measure, gpus, beside))
     facts = MachineFacts(
-        process,
-        environment,
-        ranks_per_host,
-        command,
-        measures,
+        *(process, environment, ranks_per_host, command, measures),
         torch_cuda=torch and torch.version.cuda,
         torch_error=error,
         driver=driver_version(root),
@@ -134,8 +133,13 @@ def collect(
     if not facts.has_megatron:
         return facts
     facts = replace(facts, patches=_patches())
+    if not command.flags:
+        return facts
     # Last: without a GPU, parsing flags replaces parts of torch.
-    return replace(facts, command=_checked(command)) if command.flags else facts
+    from megatron.slipstream.integration.entry.checks import check_flags
+
+    num_processes = command.ranks_per_host and command.ranks_per_host * command.num_hosts
+    return replace(facts, command=check_flags(command.flags, num_processes))
 
 
 def _torch() -> tuple[Any, Optional[str]]:
@@ -164,13 +168,6 @@ def _patches() -> dict[str, Optional[str]]:
     return found
 
 
-def _checked(words: Words) -> Checked:
-    from megatron.slipstream.integration.entry.checks import check_flags
-
-    num_processes = words.ranks_per_host and words.ranks_per_host * words.num_hosts
-    return check_flags(words.flags, num_processes)
-
-
 # GPUs and NUMA nodes
 
 
@@ -183,15 +180,6 @@ def _gpus_of_torch(torch: Any, root: Path) -> tuple[Gpu, ...]:
             address = f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
         gpus.append(Gpu(number, of.name, of.total_memory, gpu_node(root, address)))
     return tuple(gpus)
-
-
-def _measured(
-    gpus: Sequence[Gpu], nodes: Mapping[int, frozenset[int]], cpus: frozenset[int]
-) -> tuple[Gpu, ...]:
-    from megatron.slipstream.doctor.bandwidth import measure
-
-    beside = (cpus if gpu.node is None else cpus & nodes[gpu.node] for gpu in gpus)
-    return tuple(map(measure, gpus, beside))
 
 
 def driver_version(root: Path) -> Optional[str]:

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from megatron.slipstream import __version__
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from megatron.slipstream.doctor.checks import Row
 
 _EPILOG = """\
@@ -104,48 +104,36 @@ def run(options: argparse.Namespace) -> int:
 
 
 WIDTH = 100
-"""Maximum width in columns, and the width if the output is not a terminal."""
+"""Maximum width in columns."""
 
-_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
-
-
-def render(rows: list[Row], stream: IO[str]) -> None:
-    """Write a table of the rows, in colour only to a terminal, and the number of findings."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(file=stream, highlight=False)
-    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    with console.capture() as drawn:
-        for title, of_topic in groupby(rows, key=lambda row: row.topic):
-            console.print(Text(title, style="bold"))
-            console.print(_table(of_topic))
-            console.print()
-        console.print(Text(summary(rows)))
-    # rich pads cells with blanks.
-    stream.write("".join(line.rstrip() + "\n" for line in drawn.get().splitlines()))
+_COLOURS = {"ok": "32", "note": "36", "warning": "33", "error": "1;31"}
+"""Terminal codes: green, cyan, yellow, bold red."""
 
 
-def _table(rows: Iterable[Row]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
+def render(rows: list[Row], stream: TextIO) -> None:
+    """Write the rows by topic, in colour only to a terminal, and the number of findings."""
+    has_colours = stream.isatty() and "NO_COLOR" not in os.environ
+    for title, of_topic in groupby(rows, key=lambda row: row.topic):
+        stream.write(title + "\n")
+        for mark, line in (line for row in of_topic for line in _lines(row)):
+            if mark and has_colours:
+                line = f"\x1b[{_COLOURS[mark]}m{mark}\x1b[0m" + line.removeprefix(mark)
+            stream.write(line + "\n")
+        stream.write("\n")
+    stream.write(summary(rows) + "\n")
 
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(width=max(map(len, _STYLES)))
-    table.add_column(width=21)
-    table.add_column(overflow="fold")
-    for row in rows:
-        mark = Text(row.severity, style=_STYLES[row.severity])
-        table.add_row(mark, Text(row.label), Text(row.value))
-        for finding in row.findings:
-            mark = Text(finding.severity, style=_STYLES[finding.severity])
-            is_one_of_several = len(row.findings) > 1
-            table.add_row(
-                mark if is_one_of_several else "", "", Text(finding.message, style="italic")
-            )
-            if finding.cure:
-                table.add_row("", "", Text(f"-> {finding.cure}"))
-    return table
+
+def _lines(row: Row) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a row with the severities that they begin with."""
+    cells: list[tuple[str, str, str]] = [(row.severity, row.label, row.value)]
+    for finding in row.findings:
+        cells.append((finding.severity * (len(row.findings) > 1), "", finding.message))
+        cells += [("", "", f"-> {finding.cure}")] * bool(finding.cure)
+    for mark, label, text in cells:
+        for paragraph in text.split("\n"):
+            for part in textwrap.wrap(paragraph, WIDTH - 32, break_on_hyphens=False) or [""]:
+                yield mark, f"{mark:<9}{label:<23}{part}".rstrip()
+                mark = label = ""
 
 
 def summary(rows: list[Row]) -> str:
@@ -171,10 +159,5 @@ def to_json(rows: list[Row]) -> str:
         }
         for row in rows
     ]
-    whole = {
-        "schema": "slipstream-doctor",
-        "version": 3,
-        "slipstream": __version__,
-        "checks": checks,
-    }
-    return json.dumps(whole, indent=1) + "\n"
+    whole = {"schema": "slipstream-doctor", "version": 3, "slipstream": __version__}
+    return json.dumps({**whole, "checks": checks}, indent=1) + "\n"

@@ -7,12 +7,10 @@ A new option fails here until it has a row in tools/option_modes.py.
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +26,6 @@ from megatron.slipstream.options.rules import Finding, check_rules
 from megatron.slipstream.options.training import MACHINE_RULES
 from tools.option_modes import OF_ENGINE, TABLE, Effect, Mode, effect
 
-TESTS = Path(__file__).parents[1]
 BASE = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 128 --hidden-size 64
     --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1
@@ -50,93 +47,6 @@ MODES = {
 """Flags of each mode of the training script."""
 
 Found = dict[tuple[str, Mode], tuple[list[Finding], list[Finding]]]
-
-
-TESTED_BY = {
-    "fine_grained_activation_offloading": "fine_grained_activation_offload/test_manager.py::"
-    "test_gradients_are_those_without_the_engine",
-    "offload_modules": "integration/test_recorded_shapes.py::test_as_much_leaves_as_planned",
-    "min_offloaded_tensor_size": "integration/test_seam_contract.py::"
-    "test_what_models_say_when_a_pass_begins_arrives",
-    "activation_offload_fraction": "plan/test_candidates.py::"
-    "test_the_fraction_keeps_the_latest_groups_of_a_pass_rounded_down",
-    "delta_offload_bytes_across_pp_ranks": "plan/test_candidates.py::"
-    "test_delta_keeps_whole_groups_until_rank_times_delta_bytes_stay",
-    "fine_grained_offloading_max_inflight_offloads": "plan/test_inflight.py::"
-    "test_a_plan_keeps_to_the_limit",
-    "delay_offload_until_cuda_graph": "integration/test_seam_contract.py::"
-    "test_commits_are_delayed_while_a_graph_is_launched_and_keep_their_order",
-    "offload_engine": "integration/test_seam_contract.py::"
-    "test_the_built_in_engine_needs_no_install",
-    "offload_backend": "attached/test_attach.py::test_loss_and_gradients_are_those_without",
-    "offload_release_lag": "plan/test_build.py::"
-    "test_memory_is_let_go_release_lag_commits_after_its_own",
-    "offload_prefetch_depth": "plan/test_build.py::"
-    "test_a_copy_back_starts_prefetch_depth_uses_ahead_of_its_own",
-    "offload_target_memory_gib": "plan/test_search.py::test_a_target_moves_as_little_as_it_takes",
-    "offload_max_overhead_percent": "plan/test_search.py::test_what_hides_moves_at_no_overhead",
-    "activation_memory_budget": "integration/test_memory_budget.py::"
-    "test_training_is_bitwise_that_without_and_never_above_the_budget",
-    "offload_host_memory_limit_bytes": "integration/test_shared_host_limit.py::"
-    "test_models_of_several_attach_calls_stay_within_one_limit",
-    "offload_native": "fine_grained_activation_offload/test_native.py::"
-    "test_both_issue_the_same_operations",
-    "offload_checkpoint_inputs": "integration/test_checkpointed_modules.py::"
-    "test_the_rule_says_what_happens",
-    "offload_verify": "fine_grained_activation_offload/test_verify.py::"
-    "test_a_correct_engine_passes_and_the_guard_ends",
-    "offload_trace_path": "integration/test_installed_files.py::"
-    "test_files_are_written_once_when_training_ends",
-    "offload_report_path": "integration/test_installed_files.py::"
-    "test_files_are_written_once_when_training_ends",
-    "offload_nvtx_ranges": "fine_grained_activation_offload/test_ranges.py::"
-    "test_each_action_has_a_range_of_its_name",
-    "sequence_packing": "packed_sequences/test_training_path.py::"
-    "test_the_loss_of_a_batch_is_that_of_its_documents_one_by_one",
-    "thd_max_packed_sequences": "packed_sequences/test_batch.py::"
-    "test_more_than_the_limits_allow_is_refused",
-    "thd_max_tokens": "options/test_rules.py::test_what_goes_together",
-    "dynamic_context_parallel": "integration/test_dynamic_context_parallel.py::"
-    "test_documents_train_alike_in_groups_of_any_size",
-    "min_dynamic_context_parallel_size": "integration/test_dynamic_batches.py::"
-    "test_gradients_are_those_of_the_documents_one_by_one",
-    "max_dynamic_context_parallel_size": "context_parallel/test_options.py::"
-    "test_no_group_holds_a_document_longer_than_all_buffers",
-    "dynamic_context_parallel_verify": "integration/test_dynamic_context_parallel.py::"
-    "test_ranks_that_disagree_are_told_instead_of_waiting",
-    "moe_sync_free_experts": "integration/test_sync_free_experts.py::"
-    "test_results_are_those_of_experts_one_by_one",
-    "moe_sync_free_capacity_factor": "integration/test_sync_free_ranks.py::"
-    "test_the_factor_that_it_asks_for_is_enough",
-    "loss_sequence_tiles": "integration/test_tiled_model.py::"
-    "test_nothing_inside_is_larger_than_a_tile",
-    "mlp_sequence_tiles": "integration/test_tiled_model.py::"
-    "test_nothing_inside_is_larger_than_a_tile",
-    "cuda_graph_granularity": "integration/test_chunk_graph_options.py::"
-    "test_figures_of_replays_are_those_of_the_iteration",
-    "tokenizer_json": "integration/test_training_errors.py::test_training_with_a_tokenizer_file",
-    "megatron_output_path": "integration/test_megatron_output.py::test_a_dash_shows_it",
-    "eval_before_training": "options/test_rules.py::"
-    "test_a_rule_refuses_what_breaks_it_and_accepts_its_cures",
-    "run_record_path": "integration/test_run_files.py::"
-    "test_the_files_are_there_however_a_training_ends",
-    "output_interval": "integration/test_run_files.py::"
-    "test_the_files_are_there_however_a_training_ends",
-}
-"""The test of each option's effect."""
-
-
-TOLD_LATER = {
-    "offload_target_memory_gib": "fine_grained_activation_offload/test_run_facts.py::"
-    "test_that_an_option_wants_times_is_told_where_none_will_come",
-    "offload_max_overhead_percent": "fine_grained_activation_offload/test_run_facts.py::"
-    "test_that_an_option_wants_times_is_told_where_none_will_come",
-    "activation_memory_budget": "integration/test_memory_budget.py::"
-    "test_without_readings_of_memory_layers_stay_recomputed_and_a_warning_says_so",
-    "offload_nvtx_ranges": "fine_grained_activation_offload/test_ranges.py::"
-    "test_without_a_gpu_it_is_said_that_there_are_none",
-}
-"""The test of each warning that comes after the start."""
 
 
 def check(args: Any, words: list[str], has_gpu: bool) -> list[Finding]:
@@ -246,20 +156,8 @@ def test_each_option_has_a_row() -> None:
     from megatron.slipstream.options.fields import GROUPS
 
     ours = {field.name for group, _ in GROUPS for field in dataclasses.fields(group)}
-    assert set(TABLE) == set(TESTED_BY)
     assert set(TABLE) == ours | {*OffloadOptions.__annotations__}
     assert set(OF_ENGINE) == {field.name for field in dataclasses.fields(OffloadConfig)}
-
-
-def test_each_late_warning_has_a_test() -> None:
-    assert {name for name, row in TABLE.items() if row.late} == set(TOLD_LATER)
-
-
-@pytest.mark.parametrize("test", sorted({*TESTED_BY.values(), *TOLD_LATER.values()}))
-def test_the_tests_named_here_exist(test: str) -> None:
-    file, _, name = test.partition("::")
-    tree = ast.parse((TESTS / file).read_text())
-    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("option", TABLE)
