@@ -262,31 +262,6 @@ def test_the_commands_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> 
     assert [f"{where}: {problem}" for where, problem in problems if problem] == []
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "./run fly",
-        "./run docs --sever",
-        "slipstream report",
-        "slipstream plan trace.json --target-memry 60",
-        "slipstream fly",
-        "python -m benchmarks.fly",
-        "python -m benchmarks.run --fly",
-        "python tools/fly.py",
-        "./run python tools/generate_docs.py --fly",
-        "pytest tests/unit_tests/fly.py",
-        "./run test tests/fly",
-        'pip install "megatron-slipstream[fly]"',
-        "flyer --now",
-    ],
-)
-def test_a_command_that_does_not_exist_is_found(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (words,) = commands_in(command)
-    assert problem_of(words)
-
-
 def test_every_flag_that_a_page_names_exists(tried: Tried) -> None:
     known = {*tried.options, *OTHER_FLAGS} | flags_in(
         *("run", ".ci/run", "tools/**/*.py", "examples/*.py", "benchmarks/*.py"),
@@ -338,33 +313,3 @@ def test_questions_and_ways_name_modules_and_what_they_define() -> None:
         named = [re.split(r"[.:]", code.removesuffix("()"))[-1] for code in named]
         named += re.findall(r"\[(Note: [^]]+)\]", answer)
         assert [name for name in named if name not in text] == [], answer
-
-
-# --- the reading of pages -------------------------------------------------------------------------
-
-
-def test_an_example_is_read_with_its_language_and_what_keeps_it_from_running(
-    tmp_path: Path,
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "```python\na = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nb\n```\n\n"
-        "1. One\n\n   ```\n   ./run demo\n   ```\n\n```\ntext\n```\n"
-    )
-    assert [(b.language, b.text, b.line, b.not_run) for b in blocks_of(page)] == [
-        ("python", "a = 1\n", 1, None),
-        ("python", "b\n", 6, "needs a GPU"),
-        ("bash", "./run demo\n", 12, None),
-        ("", "text\n", 16, None),
-    ]
-
-
-def test_a_shell_example_is_read_command_by_command() -> None:
-    text = (
-        "A=1 ./run train ... --lr 1 \\\n  --seed 2  # why\n\ncd x && slipstream plan $FILE t.json\n"
-    )
-    assert list(commands_in(text)) == [
-        ["./run", "train", "--lr", "1", "--seed", "2"],
-        ["cd", "x"],
-        ["slipstream", "plan", "t.json"],
-    ]
