@@ -21,6 +21,7 @@ from shared_documents import (
     Setting,
     Sizes,
     build,
+    change_from_static,
     compare_sizes,
     difference,
     documents,
@@ -114,15 +115,13 @@ def _differences(
 
 
 @functools.cache
-def differences(num_ranks: int) -> list[dict[str, float]]:
-    limits, micro_batches = (FOUR, ON_FOUR) if num_ranks == 4 else (TWO, ON_TWO)
-    return run_ranks(num_ranks, _differences, limits, micro_batches)
+def differences() -> list[dict[str, float]]:
+    return run_ranks(4, _differences, FOUR, ON_FOUR)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", RECOMPUTED)
-def test_documents_train_alike_in_groups_of_any_size(num_ranks: int, name: str) -> None:
-    for found in differences(num_ranks):
+def test_documents_train_alike_in_groups_of_any_size(name: str) -> None:
+    for found in differences():
         assert found[name] <= TOLERANCE
 
 
@@ -237,34 +236,30 @@ SMALL = {
 }
 
 
-def _small(rank: int, num_ranks: int, port: int) -> dict[str, Found]:
-    return {kind: compare_sizes(rank, num_ranks, port, SMALL[kind]) for kind in SMALL}
-
-
 @functools.cache
-def small() -> list[dict[str, Found]]:
-    return run_ranks(4, _small)
+def small() -> list[Found]:
+    return run_ranks(4, compare_sizes, SMALL["dense"])
 
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_one_size_throughout_is_the_static_size_bit_by_bit(kind: str) -> None:
-    assert [found[kind].change_from_static for found in small()] == [
-        {1: None, 2: None, 4: None}
-    ] * 4
+    if kind == "dense":
+        found = [rank.change_from_static for rank in small()]
+    else:
+        found = run_ranks(4, change_from_static, SMALL[kind])
+    assert found == [{1: None, 2: None, 4: None}] * 4
 
 
-@pytest.mark.parametrize("kind", SMALL)
-def test_what_ran_before_changes_no_bit(kind: str) -> None:
+def test_what_ran_before_changes_no_bit() -> None:
     for found in small():
-        assert len(found[kind].change_by_order) == 12
-        assert set(found[kind].change_by_order.values()) == {None}
+        assert len(found.change_by_order) == 12
+        assert set(found.change_by_order.values()) == {None}
 
 
-@pytest.mark.parametrize("kind", SMALL)
-def test_sizes_differ_by_rounding_only(kind: str) -> None:
+def test_sizes_differ_by_rounding_only() -> None:
     for found in small():
         for size in (2, 4):
-            assert 0 < max(found[kind].difference_by_size[size]) <= TOLERANCE
+            assert 0 < max(found.difference_by_size[size]) <= TOLERANCE
 
 
 def test_stages_have_the_losses_of_one_stage() -> None:

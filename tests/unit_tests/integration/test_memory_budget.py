@@ -162,9 +162,8 @@ def test_evaluation_before_and_between_iterations_ends_none(trained: Any) -> Non
     assert result.warnings == []
 
 
-@pytest.mark.parametrize("vpp", [None, 2])
-def test_the_stages_of_a_pipeline_have_each_its_own(vpp: Optional[int]) -> None:
-    case = ModelCase("dense", num_layers=6 if vpp is None else 8, pp=2, vpp=vpp, overrides=NORM)
+def test_the_stages_of_a_pipeline_have_each_its_own() -> None:
+    case = ModelCase("dense", num_layers=8, pp=2, vpp=2, overrides=NORM)
     for result in _train_together(Run(case, 0.6, (4,) * 12, "cpu-lazy")):
         _check(result)
 
