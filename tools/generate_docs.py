@@ -25,45 +25,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # installed or not
 
 from megatron.slipstream.options import model, modules  # noqa: E402
-from megatron.slipstream.options.fields import GROUPS  # noqa: E402
+from megatron.slipstream.options.fields import DEFAULTS, GROUPS, OffloadOptions  # noqa: E402
 from megatron.slipstream.patches import table as patch_table  # noqa: E402
 from megatron.slipstream.patches.patching import Patch  # noqa: E402
 from tools import option_modes  # noqa: E402
 
 ENGINE = patch_table.Feature.ENGINE
 USER_GUIDE = ROOT / "docs" / "user-guide"
-
-
-MEGATRON_OPTIONS = (
-    (
-        "fine_grained_activation_offloading",
-        False,
-        "Offload activations in forward and reload them in backward.",
-    ),
-    ("offload_modules", [], "Modules whose saved activations move; names below."),
-    (
-        "min_offloaded_tensor_size",
-        1048576,
-        "Tensors whose memory has fewer elements (not bytes) stay on the device.",
-    ),
-    (
-        "activation_offload_fraction",
-        1.0,
-        "Fraction of the groups of each model chunk that move, 0 to 1. From 0.19 on.",
-    ),
-    (
-        "delta_offload_bytes_across_pp_ranks",
-        0,
-        "Bytes more that each later pipeline rank keeps on the device. From 0.19 on.",
-    ),
-    (
-        "delay_offload_until_cuda_graph",
-        False,
-        "With [CUDA graphs of layers](cuda-graphs.md): copy what moves outside of graphs after the "
-        "next graph launch. From 0.19 on.",
-    ),
-)
-"""Options of megatron-core with their defaults in version 0.19.2, in our words."""
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -85,14 +53,16 @@ class Field(NamedTuple):
 
 
 def fields_of(cls: type) -> list[Field]:
-    """Read the fields of a data class with the docstring that follows each of them.
+    """Read the fields of a class with the docstring that follows each of them.
 
     Raises:
         ValueError: A field has no docstring.
     """
     (tree,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(tree, ast.ClassDef)
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    defaults: Mapping[str, object] = DEFAULTS
+    if dataclasses.is_dataclass(cls):
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     fields = []
     for statement, following in itertools.pairwise([*tree.body, ast.Pass()]):
         if not isinstance(statement, ast.AnnAssign):
@@ -203,13 +173,10 @@ def options_page() -> str:
         *table(
             ("flag", "default", "meaning"),
             (
-                (f"`{flag(name)}`", shown(default), meaning)
-                for name, default, meaning in MEGATRON_OPTIONS
+                (f"`{flag(field.name)}`", shown(field.default), field.docstring)
+                for field in fields_of(OffloadOptions)
             ),
         ),
-        "",
-        "The plan also keeps to `fine_grained_offloading_max_inflight_offloads` (from 0.18 on): "
-        "per module, the number of D2H copies that compute has not waited for.",
         "",
         "### Names for `--offload-modules`",
         "",

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         with_sync_free_experts as with_sync_free_experts,
     )
     from megatron.slipstream.integration.frameworks.options import (
-        ModelFacts as ModelFacts,
         apply_overrides as apply_overrides,
         to_cli as to_cli,
         to_transformer_overrides as to_transformer_overrides,
@@ -90,7 +89,6 @@ _HOMES = {
     "context_parallel_groups": "integration.packed.context_parallel_groups",
     "attach": "attached.handle",
     "OffloadOptions": "options.fields",
-    "ModelFacts": "integration.frameworks.options",
     "to_transformer_overrides": "integration.frameworks.options",
     "to_cli": "integration.frameworks.options",
     "apply_overrides": "integration.frameworks.options",

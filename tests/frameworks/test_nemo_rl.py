@@ -15,7 +15,7 @@ import yaml
 from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step
 
-from megatron.slipstream import ModelFacts, to_transformer_overrides
+from megatron.slipstream import to_transformer_overrides
 from megatron.slipstream.options import preflight
 
 if not preflight.is_installed("nemo_rl.models.megatron.setup"):
@@ -95,7 +95,7 @@ def test_the_other_options_go_where_the_page_has_them() -> None:
     setup._validate_model_override_conflicts(MEGATRON, overrides)
     merged = setup._merge_model_overrides(Provider(), overrides)
     assert {name: getattr(merged, name) for name in overrides} == overrides
-    assert overrides == to_transformer_overrides(overrides, ModelFacts.of(merged))
+    assert overrides == to_transformer_overrides(overrides, merged)
     with pytest.raises(ValueError, match="conflicts with"):
         setup._validate_model_override_conflicts(MEGATRON, {"offload_modules": ["core_attn"]})
     with pytest.raises(AttributeError, match="min_offloaded_tensor_sise"):

@@ -16,6 +16,7 @@ import pytest
 from doc_pages import blocks_of, commands_in
 
 from megatron.slipstream.options import model
+from megatron.slipstream.options.fields import DEFAULTS
 from tools import generate_docs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +82,7 @@ def test_documented_defaults_of_megatron_core_are_those_of_the_installed_one() -
     assert len(later.keys() & defaults.keys()) in (0, len(later)), "older and later in one release"
     defaults = {name: repr(default) for name, default in later.items()} | defaults
     written = {"1048576": "1024 * 1024", "[]": "field(default_factory=list)"}
-    for name, default, _ in generate_docs.MEGATRON_OPTIONS:
+    for name, default in DEFAULTS.items():
         assert defaults[name] == written.get(repr(default), repr(default)), name
 
 

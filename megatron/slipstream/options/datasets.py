@@ -15,17 +15,11 @@ from megatron.slipstream.options.rules import Finding, Rule
 # (i64 each). The tokens themselves are in the .bin file, back to back.
 
 _MAGIC = b"MMIDIDX\x00\x00"
-
-
 _HEADER = struct.Struct("<9sQBQQ")
-
-
 _ITEM_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 """Numpy's names for the dtype codes of an index."""
 
-
 _MAX_BYTES_TO_SCAN = 64 * 2**20
-
 
 DATASET_MISSING = Rule(
     "dataset-missing",
@@ -34,14 +28,12 @@ DATASET_MISSING = Rule(
     "set the prefix without .bin or .idx, or make it with tools/preprocess_text.py",
 )
 
-
 DATASET_CORRUPT = Rule(
     "dataset-corrupt",
     "error",
     "data_path={prefix} is corrupt: {what}",
     "make it again with tools/preprocess_text.py",
 )
-
 
 TOKEN_OUTSIDE_VOCABULARY = Rule(
     "token-outside-vocabulary",
@@ -50,9 +42,6 @@ TOKEN_OUTSIDE_VOCABULARY = Rule(
     "token {largest}",
     "set tokenizer_json to the file written with the data, or vocab_size to at least {needed}",
 )
-
-RULES = (DATASET_MISSING, DATASET_CORRUPT, TOKEN_OUTSIDE_VOCABULARY)
-"""All rules of this module."""
 
 
 def check_dataset(prefix: str, vocab_size: Optional[int] = None) -> list[Finding]:

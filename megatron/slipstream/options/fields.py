@@ -376,40 +376,40 @@ GROUPS: tuple[tuple[type, str], ...] = (
 
 
 SWITCH = "fine_grained_activation_offloading"
-
-
 MODULES = "offload_modules"
 
 
 class OffloadOptions(TypedDict, total=False):
-    """Megatron-core's offloading options by name: see its ``TransformerConfig``."""
+    """Megatron-core's offloading options by name: see its ``TransformerConfig``.
+
+    None leaves an option as it is: [Note: Three values of on and off].
+    """
 
     fine_grained_activation_offloading: Optional[bool]
-    """See [Note: Three values of on and off]."""
+    """Offload activations in forward and reload them in backward."""
     offload_modules: Optional[list[str]]
-    """The modules to offload, by their names in ``options.model.MODULE_NAMES``."""
-    activation_offload_fraction: Optional[float]
-    """Fraction of each pass's groups to offload, 0 to 1. Since megatron-core 0.19."""
-    delta_offload_bytes_across_pp_ranks: Optional[int]
-    """Bytes that each pipeline rank keeps beyond those of the previous one. Since megatron-core
-    0.19."""
+    """Modules whose saved activations move, by name."""
     min_offloaded_tensor_size: Optional[int]
     """Tensors whose memory has fewer elements (not bytes) stay on the device."""
-    delay_offload_until_cuda_graph: Optional[bool]
-    """Delay the copies of eager groups until the next CUDA graph is launched. Since megatron-core
-    0.19."""
+    activation_offload_fraction: Optional[float]
+    """Fraction of the groups of each model chunk that move, 0 to 1. From 0.19 on."""
+    delta_offload_bytes_across_pp_ranks: Optional[int]
+    """Bytes more that each later pipeline rank keeps on the device. From 0.19 on."""
     fine_grained_offloading_max_inflight_offloads: Optional[int]
-    """Maximum number of D2H copies of each module that compute has not waited for; None for no
-    limit. Plans keep to it. Since megatron-core 0.18."""
+    """Number of D2H copies of each module that compute may not have waited for. Plans keep to it.
+    From 0.18 on."""
+    delay_offload_until_cuda_graph: Optional[bool]
+    """With CUDA graphs of layers: copy what moves outside of graphs after the next graph launch.
+    From 0.19 on."""
 
 
 DEFAULTS: Mapping[str, Any] = {
     SWITCH: False,
     MODULES: [],
+    "min_offloaded_tensor_size": 1024 * 1024,
     "activation_offload_fraction": 1.0,
     "delta_offload_bytes_across_pp_ranks": 0,
-    "min_offloaded_tensor_size": 1024 * 1024,
-    "delay_offload_until_cuda_graph": False,
     "fine_grained_offloading_max_inflight_offloads": None,
+    "delay_offload_until_cuda_graph": False,
 }
 """megatron-core's default of each option."""

@@ -160,10 +160,6 @@ def check_packed_graphs(facts: ProcessFacts) -> list[Finding]:
     return [TOO_OLD_FOR_PACKS.found(found=found, needed=needed)]
 
 
-RULES = (TE_BROKEN, TE_SWITCH_OFF, TOO_OLD_FOR_GRAPHS)
-"""All rules of this module."""
-
-
 def _transformer_engine_switch() -> tuple[Optional[bool], Optional[str]]:
     """Return the switch that Transformer Engine read, and its import error."""
     if not is_installed("transformer_engine"):

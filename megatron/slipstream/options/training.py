@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from megatron.slipstream.options.facts import DEFAULTS
+from megatron.slipstream.options.facts import DEFAULTS, Facts
 from megatron.slipstream.options.rules import (
     Condition,
+    Predicate,
     Rule,
     always,
     option_rule,
@@ -17,32 +18,48 @@ from megatron.slipstream.options.rules import (
 )
 
 
-def _is_by_samples(facts: Any) -> bool:
-    return not facts.train_iters and bool(facts.train_samples)
-
-
-def _is_by_iterations(facts: Any) -> bool:
-    return bool(facts.train_iters)
-
-
-def _decay_iters(facts: Any) -> int:
-    return int(facts.train_iters if facts.lr_decay_iters is None else facts.lr_decay_iters)
-
-
-def _decay_samples(facts: Any) -> int:
-    return int(facts.train_samples if facts.lr_decay_samples is None else facts.lr_decay_samples)
-
-
-def _is_wsd(facts: Any) -> bool:
-    return bool(facts.lr_decay_style == "WSD")
-
-
 def _positive(value: Optional[float]) -> bool:
     return value is None or value > 0
 
 
 def _in_training(rule: Rule) -> Rule:
     return rule._replace(when=lambda facts: not facts.skip_train and rule.when(facts))
+
+
+def _rules_in(unit: str, counts: Predicate) -> tuple[Rule, ...]:
+    """Return the rules of a training whose length is given in iterations or samples."""
+
+    def decays_after_warmup(facts: Facts) -> bool:
+        given, warmup = facts[f"lr_decay_{unit}"], facts[f"lr_warmup_{unit}"]
+        decay = facts[f"train_{unit}"] if given is None else given
+        # Another rule refuses a length that is not positive.
+        return not _positive(given) or bool(warmup < int(decay))
+
+    return (
+        value_rule(
+            f"lr_decay_{unit}",
+            _positive,
+            "is not positive",
+            f"set --lr-decay-{unit} to 1 or more",
+            counts,
+        ),
+        option_rule(
+            f"lr_warmup_{unit}",
+            lambda f: counts(f) and f.lr_warmup_fraction is None,
+            decays_after_warmup,
+            f"lr_warmup_{unit}={{lr_warmup_{unit}}} leaves nothing after the warm-up of a learning "
+            f"rate that decays in train_{unit}={{train_{unit}}} or "
+            f"lr_decay_{unit}={{lr_decay_{unit}}}",
+            f"set --lr-warmup-{unit} to fewer, or --lr-decay-{unit} to more",
+        ),
+        option_rule(
+            f"lr_wsd_decay_{unit}",
+            lambda f: f.lr_decay_style == "WSD" and counts(f),
+            lambda f: f[f"lr_wsd_decay_{unit}"] is not None,
+            f"lr_wsd_decay_{unit} is not set, which lr_decay_style=WSD needs",
+            f"set --lr-wsd-decay-{unit}, or another --lr-decay-style",
+        ),
+    )
 
 
 _SCHEDULE_RULES: tuple[Rule, ...] = (
@@ -62,55 +79,13 @@ _SCHEDULE_RULES: tuple[Rule, ...] = (
         "set --lr-warmup-init to at most --lr",
     ),
     value_rule(
-        "lr_decay_iters",
-        _positive,
-        "is no number of iterations",
-        "set --lr-decay-iters to 1 or more",
-        _is_by_iterations,
-    ),
-    value_rule(
-        "lr_decay_samples",
-        _positive,
-        "is no number of samples",
-        "set --lr-decay-samples to 1 or more",
-        _is_by_samples,
-    ),
-    value_rule(
         "lr_warmup_fraction",
         lambda fraction: fraction is None or fraction < 1,
         "leaves nothing after the warm-up",
         "set --lr-warmup-fraction to less than 1",
     ),
-    option_rule(
-        "lr_warmup_iters",
-        lambda f: _is_by_iterations(f) and f.lr_warmup_fraction is None,
-        lambda f: f.lr_warmup_iters < _decay_iters(f) or not _positive(f.lr_decay_iters),
-        "lr_warmup_iters={lr_warmup_iters} leaves nothing after the warm-up of a learning rate "
-        "that decays in train_iters={train_iters} or lr_decay_iters={lr_decay_iters} iterations",
-        "set --lr-warmup-iters to fewer, or --lr-decay-iters to more",
-    ),
-    option_rule(
-        "lr_warmup_samples",
-        lambda f: _is_by_samples(f) and f.lr_warmup_fraction is None,
-        lambda f: f.lr_warmup_samples < _decay_samples(f) or not _positive(f.lr_decay_samples),
-        "lr_warmup_samples={lr_warmup_samples} leaves nothing after the warm-up of a learning rate "
-        "that decays in train_samples={train_samples} or lr_decay_samples={lr_decay_samples}",
-        "set --lr-warmup-samples to fewer, or --lr-decay-samples to more",
-    ),
-    option_rule(
-        "lr_wsd_decay_iters",
-        lambda f: _is_wsd(f) and _is_by_iterations(f),
-        lambda f: f.lr_wsd_decay_iters is not None,
-        "lr_wsd_decay_iters is not set, which lr_decay_style=WSD needs",
-        "set --lr-wsd-decay-iters, or another --lr-decay-style",
-    ),
-    option_rule(
-        "lr_wsd_decay_samples",
-        lambda f: _is_wsd(f) and _is_by_samples(f),
-        lambda f: f.lr_wsd_decay_samples is not None,
-        "lr_wsd_decay_samples is not set, which lr_decay_style=WSD needs",
-        "set --lr-wsd-decay-samples, or another --lr-decay-style",
-    ),
+    *_rules_in("iters", lambda f: f.train_iters),
+    *_rules_in("samples", lambda f: not f.train_iters and f.train_samples),
     value_rule("weight_decay", lambda w: w >= 0, "is negative", "set --weight-decay to 0 or more"),
     option_rule(
         "end_weight_decay",

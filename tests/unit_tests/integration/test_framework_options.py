@@ -9,13 +9,13 @@ import logging
 import subprocess
 import sys
 from collections import UserList
+from collections.abc import Iterable
 from typing import Any, get_type_hints
 
 import pytest
 from ranks import run_ranks
 
 from megatron.slipstream.integration.frameworks.options import (
-    ModelFacts,
     apply_overrides,
     revalidate,
     to_cli,
@@ -27,7 +27,15 @@ from megatron.slipstream.patches import releases
 
 SWITCH = "fine_grained_activation_offloading"
 ON = {SWITCH: True, "offload_modules": ["core_attn", "attn_proj"]}
-MOE = ModelFacts(num_moe_experts=8)
+
+
+def model(known: Iterable[str] = DEFAULTS, **values: Any) -> Any:
+    """A configuration that has these offloading options, with other values."""
+    fields = {name: DEFAULTS[name] for name in known} | values
+    return dataclasses.make_dataclass("Model", fields.keys())(**fields)
+
+
+MOE = model(num_moe_experts=8)
 
 
 def transformer_config(**options: Any) -> Any:
@@ -54,10 +62,10 @@ def test_off_empties_the_list_whatever_it_was(modules: Any) -> None:
 
 @pytest.mark.parametrize("modules", [None, []], ids=str)
 def test_on_needs_modules_even_if_the_configuration_has_some(modules: Any) -> None:
-    has_some = ModelFacts(options={"offload_modules": ["core_attn"]})
-    for facts in (ModelFacts(), has_some):
+    has_some = model(offload_modules=["core_attn"])
+    for config in (None, model(), has_some):
         with pytest.raises(ValueError, match="needs at least one module to move; set offload_mod"):
-            to_transformer_overrides({SWITCH: True, "offload_modules": modules}, facts)
+            to_transformer_overrides({SWITCH: True, "offload_modules": modules}, config)
 
 
 def test_all_pass_on_by_their_own_names() -> None:
@@ -69,8 +77,8 @@ def test_all_pass_on_by_their_own_names() -> None:
         "min_offloaded_tensor_size": 0,
         "delay_offload_until_cuda_graph": True,
     }
-    facts = dataclasses.replace(MOE, cuda_graph_impl="transformer_engine")
-    overrides = to_transformer_overrides(options, facts)
+    config = model(num_moe_experts=8, cuda_graph_impl="transformer_engine")
+    overrides = to_transformer_overrides(options, config)
     assert overrides == options
     assert overrides["offload_modules"] is not options["offload_modules"]
 
@@ -128,25 +136,25 @@ def test_a_value_of_the_wrong_type_is_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options, facts, message",
+    "options, config, message",
     [
         ({"offload_modules": ["core_atn"]}, MOE, "did you mean 'core_attn'"),
-        ({"offload_modules": ["moe_act"]}, ModelFacts(), "the model has no experts"),
+        ({"offload_modules": ["moe_act"]}, None, "the model has no experts"),
         ({"offload_modules": ["attn_proj"]}, MOE, "add 'core_attn'"),
         ({"activation_offload_fraction": 1.5}, MOE, "is outside"),
-        ({}, ModelFacts(cpu_offloading=True), "set cpu_offloading=False"),
-        ({}, ModelFacts(cuda_graph_impl="full_iteration"), "set cuda_graph_impl="),
+        ({}, model(cpu_offloading=True), "set cpu_offloading=False"),
+        ({}, model(cuda_graph_impl="full_iteration"), "set cuda_graph_impl="),
     ],
 )
 def test_the_rules_of_megatrons_options_hold(
-    options: dict[str, Any], facts: ModelFacts, message: str
+    options: dict[str, Any], config: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        to_transformer_overrides(ON | options, facts)
+        to_transformer_overrides(ON | options, config)
 
 
 def test_what_the_configuration_has_counts_where_nothing_is_given() -> None:
-    is_on = ModelFacts(options={SWITCH: True, "offload_modules": ["core_attn"]})
+    is_on = model(**{SWITCH: True, "offload_modules": ["core_attn"]})
     assert to_transformer_overrides({"activation_offload_fraction": 0.5}, is_on)
     with pytest.raises(ValueError, match="add 'core_attn'"):
         to_transformer_overrides({"offload_modules": ["attn_proj"]}, is_on)
@@ -162,30 +170,28 @@ OLDEST = frozenset({SWITCH, "offload_modules", "min_offloaded_tensor_size"})
 def test_an_option_that_the_release_lacks_is_refused_or_left_out_with_a_message(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    facts = ModelFacts(known_options=OLDEST)
+    config = model(known=OLDEST)
     value = {bool: True, float: 0.5, int: 3, type(None): 3}[type(DEFAULTS[name])]
     with pytest.raises(ValueError, match=rf"{name} is not supported with megatron-core.*install"):
-        to_transformer_overrides(ON | {name: value}, facts)
+        to_transformer_overrides(ON | {name: value}, config)
     if DEFAULTS[name] is None:
         return
     with caplog.at_level(logging.INFO):
-        assert to_transformer_overrides(ON | {name: DEFAULTS[name]}, facts) == ON
+        assert to_transformer_overrides(ON | {name: DEFAULTS[name]}, config) == ON
     assert f"{name}={DEFAULTS[name]} is left out" in caplog.text
 
 
 @pytest.mark.releases
 def test_the_options_and_their_defaults_are_those_of_the_release() -> None:
     config = transformer_config()
-    facts = ModelFacts.of(config)
-    has = {field.name for field in dataclasses.fields(config)}
-    assert facts.known_options == has & DEFAULTS.keys()
-    assert facts.known_options >= OLDEST
+    known = {field.name for field in dataclasses.fields(config)} & DEFAULTS.keys()
+    assert known >= OLDEST
     if releases.models_pass_their_rank():
-        assert facts.known_options == DEFAULTS.keys() == get_type_hints(OffloadOptions).keys()
-    assert facts.options == {name: DEFAULTS[name] for name in facts.known_options}
+        assert known == DEFAULTS.keys() == get_type_hints(OffloadOptions).keys()
+    assert {name: getattr(config, name) for name in known} == {n: DEFAULTS[n] for n in known}
     # Options of the installed release are accepted.
     changed = {SWITCH: True, "offload_modules": ["core_attn"], "min_offloaded_tensor_size": 7}
-    apply_overrides(config, to_transformer_overrides(changed, facts))
+    apply_overrides(config, to_transformer_overrides(changed, config))
     assert {name: getattr(config, name) for name in changed} == changed
 
 
@@ -249,10 +255,7 @@ def test_running_the_rules_again_changes_nothing_else() -> None:
 def test_the_facts_of_a_class_that_is_not_made_yet() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    facts = ModelFacts.of(TransformerConfig)
-    assert facts.num_moe_experts is None
-    assert facts.cuda_graph_modules == ()
-    assert to_transformer_overrides(ON, facts) == ON
+    assert to_transformer_overrides(ON, TransformerConfig) == ON
 
 
 def test_a_field_that_the_configuration_lacks_is_refused() -> None:
@@ -275,8 +278,8 @@ def _parse(rank: int, world_size: int, port: int, words: list[str]) -> dict[str,
 
 @pytest.mark.releases
 def test_megatrons_parser_reads_the_flags_back() -> None:
-    facts = ModelFacts.of(transformer_config())
-    facts = dataclasses.replace(facts, num_moe_experts=8, cuda_graph_impl="transformer_engine")
+    known = {field.name for field in dataclasses.fields(transformer_config())} & DEFAULTS.keys()
+    config = model(known, num_moe_experts=8, cuda_graph_impl="transformer_engine")
     options: dict[str, Any] = {
         SWITCH: True,
         "offload_modules": ["core_attn", "moe_act"],
@@ -285,8 +288,8 @@ def test_megatrons_parser_reads_the_flags_back() -> None:
         "delta_offload_bytes_across_pp_ranks": 6,
         "delay_offload_until_cuda_graph": True,
     }
-    options = {name: value for name, value in options.items() if name in facts.known_options}
-    (parsed,) = run_ranks(1, _parse, to_cli(options, facts))
+    options = {name: value for name, value in options.items() if name in known}
+    (parsed,) = run_ranks(1, _parse, to_cli(options, config))
     assert parsed == options
 
 

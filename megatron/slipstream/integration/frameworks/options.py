@@ -20,7 +20,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, Optional
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -33,48 +33,15 @@ from megatron.slipstream.options.rules import nearest_name, require
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelFacts:
-    """Model facts to check the options against; :meth:`of` reads them from a configuration."""
-
-    num_moe_experts: Optional[int] = None
-    """None for a dense model."""
-    cpu_offloading: bool = False
-    cuda_graph_impl: str = "none"
-    cuda_graph_modules: tuple[Any, ...] = ()
-    cuda_graph_warmup_steps: int = 3
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Offloading options that the configuration already has, by name."""
-    known_options: frozenset[str] = frozenset(DEFAULTS)
-    """Names of options that the installed megatron-core has."""
-
-    @classmethod
-    def of(cls, config: Any) -> ModelFacts:
-        """Read a ``TransformerConfig``, a Megatron-Bridge provider, or the class of either."""
-        known = frozenset(DEFAULTS) & {field.name for field in dataclasses.fields(config)}
-        return cls(
-            num_moe_experts=getattr(config, "num_moe_experts", None),
-            cpu_offloading=bool(getattr(config, "cpu_offloading", False)),
-            cuda_graph_impl=str(getattr(config, "cuda_graph_impl", None) or "none"),
-            cuda_graph_modules=_graph_modules(config),
-            cuda_graph_warmup_steps=getattr(config, "cuda_graph_warmup_steps", 3),
-            options={name: getattr(config, name) for name in known if hasattr(config, name)},
-            known_options=known,
-        )
-
-
-DENSE = ModelFacts()
-"""A dense model on the newest megatron-core."""
-
-
 def to_transformer_overrides(
-    options: OffloadOptions | Mapping[str, Any], model_facts: ModelFacts = DENSE
+    options: OffloadOptions | Mapping[str, Any], config: Any = None
 ) -> dict[str, Any]:
     """Return the fields of a model's configuration to set, with their values.
 
     Args:
         options: Options as the user wrote them; [Note: Three values of on and off].
-        model_facts: Facts of the model to configure.
+        config: The ``TransformerConfig`` or Megatron-Bridge provider to set them in, or the class
+            of either. None for a dense model on the newest megatron-core.
 
     Returns:
         A new dictionary of plain values. An option that the installed megatron-core lacks is left
@@ -87,20 +54,16 @@ def to_transformer_overrides(
     given = {name: value for name, value in _typed(options).items() if value is not None}
     if given.get(SWITCH) is False:
         return {SWITCH: False, MODULES: []}
-    overrides = _known(given, model_facts)
-    effective = {**DEFAULTS, **model_facts.options, **overrides}
-    if given.get(SWITCH):
-        # Not the configuration's own list: enabling offloading requires naming the modules.
-        effective[MODULES] = given.get(MODULES, [])
-    require(check_model_options(Facts(model_facts, effective)))
+    overrides = _known(given, config)
+    # Not the configuration's own list: enabling offloading requires naming the modules.
+    modules = {MODULES: given.get(MODULES, [])} if given.get(SWITCH) else {}
+    require(check_model_options(Facts(DEFAULTS, _facts_of(config), overrides, modules)))
     return overrides
 
 
-def to_cli(
-    options: OffloadOptions | Mapping[str, Any], model_facts: ModelFacts = DENSE
-) -> list[str]:
+def to_cli(options: OffloadOptions | Mapping[str, Any], config: Any = None) -> list[str]:
     """Return :func:`to_transformer_overrides` as flags for megatron's parser; empty if off."""
-    overrides = to_transformer_overrides(options, model_facts)
+    overrides = to_transformer_overrides(options, config)
     if overrides.get(SWITCH) is False:
         return []  # The flag has no negation.
     words = []
@@ -133,7 +96,7 @@ def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> None:
     if missing:
         raise ValueError(
             f"{missing[0]} is no field of {type(config).__name__}; give what "
-            "to_transformer_overrides() returns for ModelFacts.of(config)"
+            "to_transformer_overrides() returns for this configuration"
         )
     trial = copy.copy(config)
     for target in (trial, config):
@@ -149,8 +112,7 @@ def revalidate(config: Any) -> None:
     Raises:
         ValueError: A rule is violated.
     """
-    facts = ModelFacts.of(config)
-    require(check_model_options(Facts(facts, DEFAULTS, facts.options)))
+    require(check_model_options(Facts(DEFAULTS, _facts_of(config))))
     if own_modules(config):
         from megatron.slipstream.patches import table
 
@@ -183,29 +145,31 @@ def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _known(given: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
+def _known(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Return the options that the installed megatron-core has."""
-    known = {}
-    for name, value in given.items():
-        if name in facts.known_options:
-            known[name] = value
-        elif value == DEFAULTS[name]:
-            logger.info(
-                "%s=%s is left out: the installed megatron-core has no such option and behaves as "
-                "with that value",
-                name,
-                value,
-            )
-        else:
+    if config is None:
+        return dict(given)
+    fields = {field.name for field in dataclasses.fields(config)}
+    for name in given.keys() - fields:
+        if given[name] != DEFAULTS[name]:
             from megatron.slipstream.integration.seam import compat
 
             compat.refuse_later_option(name)
-    return known
+        logger.info(
+            "%s=%s is left out: the installed megatron-core has no such option and behaves as "
+            "with that value",
+            *(name, given[name]),
+        )
+    return {name: value for name, value in given.items() if name in fields}
 
 
-def _graph_modules(config: Any) -> tuple[Any, ...]:
-    """Read the field by its current or deprecated name; it may be a str before finalization."""
-    given = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None)
-    if given is None or given == "full":
-        return ()
-    return (given,) if isinstance(given, str) else tuple(given)
+_OF_MODELS = ("num_moe_experts", "cpu_offloading", "cuda_graph_impl", "cuda_graph_warmup_steps")
+"""What the options are checked against, beside the parts of layers in CUDA graphs."""
+
+
+def _facts_of(config: Any) -> dict[str, Any]:
+    names = [name for name in (*DEFAULTS, *_OF_MODELS) if hasattr(config, name)]
+    # Before finalization, it may be a str, or have a deprecated name.
+    parts = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None)
+    parts = [] if parts in (None, "full") else [parts] if isinstance(parts, str) else list(parts)
+    return {**{name: getattr(config, name) for name in names}, "cuda_graph_modules": parts}
