@@ -68,7 +68,12 @@ class Limits(NamedTuple):
         if self.counting is None:
             return 0
         untimed = replace(trace, step_ms=(), bandwidth=None)
-        options = replace(self.counting, target_memory_bytes=None, max_overhead_percent=None)
+        options = replace(
+            self.counting,
+            target_memory_bytes=None,
+            max_overhead_percent=None,
+            host_memory_limit_bytes=self.host_bytes,
+        )
         return max(build_plan(untimed, options).device_bytes, default=0)
 
 

@@ -236,14 +236,18 @@ class LayerVisits:
         self, key: _Key, works: Sequence[tuple[Work, Optional[float]]], has_memory: bool
     ) -> None:
         times = [ms for _, ms in works if ms is not None]
-        ms = statistics.median(times) if times else None
         known = self._measured.get(key)
+        # The least of all iterations: waits for copies and for the host only add to the work. An
+        # iteration that moves all that may is full of them.
+        least = [statistics.median(times)] if times else []
+        least += [known.ms] if known is not None and known.ms is not None else []
+        ms = min(least, default=None)
         if has_memory:
             # The most of all layers and micro-batches: a prediction may not be too low.
             net = max(work.net_bytes for work, _ in works)
             peak = max(work.peak_bytes for work, _ in works)
             self._measured[key] = _Measured(net, peak, ms)
-        elif known is not None and ms is not None:
+        elif known is not None:
             known.ms = ms
 
     def _key(self, assignment: Assignment, begin: Boundary, end: Boundary) -> Optional[_Key]:

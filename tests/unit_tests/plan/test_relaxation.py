@@ -12,6 +12,7 @@ from typing import Any, Optional
 
 import pytest
 
+from megatron.slipstream.plan import assignments
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.layer_visits import Boundary, LayerVisits, Place, RankLayer
@@ -52,6 +53,9 @@ class Machine:
     """By which share all layers but the last two hold more."""
     movable_share: float = 0.0
     """The share of what layers hold that can be offloaded."""
+    waits: float = 0.0
+    """By which share layers take longer in iterations in which most of them are not frugal: all
+    that may moves, and compute waits for the link."""
 
     def held_bytes(self, index: int, setting: LayerSetting) -> int:
         more = self.unevenness if index < len(self.layers) - 2 else 0.0
@@ -97,6 +101,8 @@ class Machine:
             self.held_bytes(index, setting) for index, setting in enumerate(relaxation.assignment)
         ]
         most = [self.held_bytes(index, NOTHING) for index in range(len(self.layers))]
+        frugal = [one == WHOLE for one in relaxation.assignment]
+        slower = 1 + (self.waits if 2 * sum(frugal) < len(frugal) else 0)
         early = 0
         for direction, following in itertools.pairwise(self.passes + " "):
             # Backward frees the logits before it comes to a layer.
@@ -104,7 +110,7 @@ class Machine:
             if direction == "F":
                 come(Place.CALL, -1, 0, 0, 1.0)
                 for index, nbytes in enumerate(held):
-                    come(Place.LAYER, index, nbytes, most[index], 10.0)
+                    come(Place.LAYER, index, nbytes, most[index], 10.0 * slower)
                 come(Place.LAYERS_END, -1, self.logits, 0, 1.0)
                 early += self.before_backward
                 if following == "B":
@@ -114,7 +120,7 @@ class Machine:
                 continue
             for index in reversed(range(len(held))):
                 again = most[index] - held[index]
-                ms = 20.0 + 10.0 * again / most[index]
+                ms = (20.0 + 10.0 * again / most[index]) * slower
                 come(Place.GRADIENT, index, -held[index], again + self.transient, ms)
             come(Place.INPUT_GRADIENT, -1, -self.outside - freed, 0, 1.0)
         found.append(Boundary(Place.END, -1, -1, now))
@@ -285,6 +291,26 @@ def test_layers_that_hold_a_little_more_than_those_measured_are_within_the_limit
     relaxation, needed = relax(machine, allowed)
     assert max([*needed, machine.run(relaxation)[1]]) <= allowed
     assert relaxation.assignment != relaxation.frugal
+
+
+def test_waits_of_iterations_that_move_everything_are_no_time_of_layers() -> None:
+    """Else recomputing all seems no slower than what was chosen, and nothing to wait for."""
+    machine = dense(16, movable_share=0.9)
+    limit = frugal_bytes(machine) + 1500
+    chosen, _ = relax(machine, limit)
+    assert WHOLE not in chosen.assignment
+    assert relax(replace(machine, waits=0.8), limit)[0].assignment == chosen.assignment
+
+
+def test_the_plan_by_count_keeps_what_host_memory_does_not_hold() -> None:
+    machine = dense(8, movable_share=1.0)
+    trace = machine.trace(Relaxation(machine.layers, PolicyOptions()))
+    peaks = [
+        assignments.Limits(0, host_bytes, PolicyOptions()).counted_bytes(trace)
+        for host_bytes in (None, 0)
+    ]
+    nothing = build_plan(trace, PolicyOptions(activation_offload_fraction=0.0))
+    assert peaks[0] < peaks[1] == max(nothing.device_bytes)
 
 
 def test_a_choice_fits_too_while_everything_moves_by_count() -> None:
