@@ -266,11 +266,6 @@ def patches_page() -> str:
                     "`__class__`",
                     "`install()`: captures tell the engine where a layer's graph begins and ends",
                 ),
-                (
-                    "`_comm_manager` of a flex dispatcher",
-                    "`_indices_to_multihot`",
-                    "`with_sync_free_dispatch(spec)`: a map of fixed size",
-                ),
             ),
         ),
         "",

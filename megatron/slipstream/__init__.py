@@ -18,9 +18,6 @@ from megatron.slipstream.notices import silence_if_asked
 if TYPE_CHECKING:
     from megatron.slipstream.attached.handle import attach as attach
     from megatron.slipstream.context_parallel.limits import RankLimits as RankLimits
-    from megatron.slipstream.integration.experts.moe import (
-        with_sync_free_dispatch as with_sync_free_dispatch,
-    )
     from megatron.slipstream.integration.experts.sync_free_experts import (
         with_sync_free_experts as with_sync_free_experts,
     )
@@ -78,7 +75,6 @@ _HOMES = {
     "with_graph_offloading": "integration.graphs.layers",
     "with_packed_layer_graphs": "integration.graphs.packed_layers",
     "with_dynamic_context_parallelism": "integration.packed.dynamic_context_parallel",
-    "with_sync_free_dispatch": "integration.experts.moe",
     "with_sync_free_experts": "integration.experts.sync_free_experts",
     "with_tiles": "integration.layers.tiled_model",
     "tiles_of": "integration.layers.tiled_model",

@@ -4,18 +4,13 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe import token_dispatcher
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron.slipstream.integration.experts import moe
 from megatron.slipstream.patches.d2h_by_kernel import SLOT_NUMEL, D2HByKernel
 from megatron.slipstream.patches.multihot_map import indices_to_multihot
 
@@ -54,22 +49,6 @@ def test_the_map_and_its_gradient_are_megatrons() -> None:
     for left, right in zip(*results, strict=True):
         assert left.dtype == right.dtype
         assert torch.equal(left, right)
-
-
-def test_a_spec_is_copied_with_every_expert_layer_replaced() -> None:
-    dense, experts = get_gpt_layer_local_spec(), get_gpt_layer_local_spec(num_experts=4)
-    block = TransformerBlockSubmodules(layer_specs=[dense, experts])
-    changed = moe.with_sync_free_dispatch(block)
-    assert [_mlp_class(layer) for layer in changed.layer_specs] == [
-        _mlp_class(dense),
-        moe.SyncFreeMoELayer,
-    ]
-    assert _mlp_class(experts) is MoELayer, "the original is as it was"
-
-
-def _mlp_class(layer: Any) -> Any:
-    mlp = layer.submodules.mlp
-    return mlp.func if isinstance(mlp, functools.partial) else mlp.module
 
 
 def test_what_is_not_on_a_gpu_is_left_to_megatron() -> None:
