@@ -30,7 +30,6 @@ from megatron.slipstream.graphs.chunk import CaptureParameters, Chunk, Constants
 from megatron.slipstream.graphs.offload import PlannedPass
 from megatron.slipstream.graphs.slots import Replay, Slot, SlotMemories, SlotMemory
 from megatron.slipstream.graphs.static_arguments import (
-    CapturedCall,
     StaticArguments,
     TensorFacts,
 )
@@ -99,8 +98,6 @@ class SizeGraphs:
         self._backend = backend
         self._arguments: Optional[StaticArguments] = None
         """The captured arguments, other than hidden states."""
-        self._call: Optional[CapturedCall] = None
-        """Matches calls to replay."""
         self._addresses: tuple[int, ...] = ()
         self._constants: Optional[Constants] = None
         """Constants that the graphs read."""
@@ -115,7 +112,7 @@ class SizeGraphs:
         if self.slots and self.chunk.offloading is not None:
             self.chunk.offloading.note_deleted()
         self.slots, self.memories = [], SlotMemories()
-        self._arguments = self._constants = self._prepared = self._call = None
+        self._arguments = self._constants = self._prepared = None
 
     def __call__(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         """Run one micro-batch by a replay; see :meth:`ChunkGraphs.__call__`."""
@@ -202,7 +199,6 @@ class SizeGraphs:
             put_back()
         held_bytes = self._backend.held_bytes() - held_bytes
         self.slots = slots
-        self._call = CapturedCall(self._arguments)
         self._addresses = self._current_addresses()
         self.figures = CaptureFigures(
             num_slots=self.num_slots,
@@ -335,13 +331,13 @@ class SizeGraphs:
         self, hidden: torch.Tensor, arguments: Mapping[str, Any]
     ) -> Sequence[torch.Tensor]:
         """Return a call's tensors except hidden states; raise if it differs from the capture."""
-        assert self._call is not None
+        assert self._arguments is not None
         static = self.slots[0].hidden
         is_same = static.shape == hidden.shape and static.dtype == hidden.dtype
-        tensors = self._call.tensors_of(arguments)
+        tensors = self._arguments.tensors_of(arguments)
         if is_same and tensors is not None:
             return tensors
-        differences = self._call.differences(arguments)
+        differences = self._arguments.differences(arguments)
         if not is_same:
             was, now = TensorFacts.of(static), TensorFacts.of(hidden)
             differences.insert(0, f"hidden_states was {was} and is {now}")

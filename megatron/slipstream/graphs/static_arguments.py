@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Optional
 
@@ -92,12 +91,32 @@ class StaticArguments:
         """
         return {name: _with_tensors(value, tensors) for name, value in self.rest.items()}
 
-    def differences(self, call: StaticArguments) -> list[str]:
+    def tensors_of(self, arguments: Mapping[str, Any]) -> Optional[Sequence[torch.Tensor]]:
+        """Return the tensors of a later call, like :attr:`tensors`; None if graphs cannot run it.
+
+        Runs for every micro-batch, so it takes nothing apart that it need not compare.
+
+        Args:
+            arguments: The call's arguments by name.
+        """
+        found: list[torch.Tensor] = []
+        if not _match_inside(dict, self.rest, arguments, found):
+            return None
+        if list(map(_tensor_facts, found)) != self._facts:
+            return None
+        return found if len(set(map(id, found))) == len(found) else None
+
+    @cached_property
+    def _facts(self) -> list[tuple[Any, ...]]:
+        return list(map(_tensor_facts, self.tensors))
+
+    def differences(self, arguments: Mapping[str, Any]) -> list[str]:
         """Return a later call's differences in values that a graph bakes in; empty if none.
 
         Args:
-            call: The later call.
+            arguments: The call's arguments by name.
         """
+        call = StaticArguments.flatten(arguments)
         found = []
         for name in {**self.rest, **call.rest}:
             was, now = _describe(self.rest.get(name)), _describe(call.rest.get(name))
@@ -115,153 +134,45 @@ class StaticArguments:
             found.append(f"different tensors were {were} and are {are}")
         return found
 
-    def matches(self, call: StaticArguments) -> bool:
-        """Whether :meth:`differences` is empty, computed without the texts."""
-        return self.rest == call.rest and _facts(self.tensors) == _facts(call.tensors)
-
-
-class FastMatch:
-    """Matches calls against the captured one without flattening them.
-
-    A small model runs hundreds of calls per second, and each call's values are compared with the
-    captured ones: here by a few operations over all of them, without a loop in Python.
-
-    Args:
-        captured: The call that all others must match.
-    """
-
-    def __init__(self, captured: StaticArguments) -> None:
-        names = tuple(captured.rest)
-        self._num_names = len(names)
-        self._values = _getter(operator.itemgetter, names)
-        self._instances: list[tuple[int, Callable[[Any], tuple[Any, ...]]]] = []
-        """Indices of values that are data classes, and functions that return their fields."""
-        self._facts = _facts(captured.tensors)
-        values: list[Any] = [captured.rest[name] for name in names]
-        for place, value in enumerate(values):  # values grows in the loop
-            if isinstance(value, _Instance):
-                fields = _getter(operator.attrgetter, tuple(value.fields))
-                self._instances.append((place, fields))
-                values += value.fields.values()
-        self._kinds = tuple(_kind(value) for value in values)
-        first: dict[int, int] = {}  # first place of each tensor among the values
-        repeated: list[tuple[int, int]] = []
-        constants: list[int] = []
-        for place, value in enumerate(values):
-            if isinstance(value, _TensorIndex):
-                if first.setdefault(value.index, place) != place:
-                    repeated.append((place, first[value.index]))
-            elif not isinstance(value, _Instance):
-                constants.append(place)
-        # Tensors in containers have no index of their own.
-        self._is_possible = len(first) == len(captured.tensors) and not any(
-            isinstance(values[place], _CONTAINERS) for place in constants
-        )
-        self._constant_values = tuple(values[place] for place in constants)
-        self._constants = _getter(operator.itemgetter, constants)
-        self._tensors = _getter(operator.itemgetter, [first[index] for index in sorted(first)])
-        self._same = _pairs(repeated)
-        """Pairs of values that are the same tensor."""
-        alike = [
-            (first[one], first[other])
-            for one, other in itertools.combinations(sorted(first), 2)
-            if self._facts[one] == self._facts[other]
-        ]
-        self._different = _pairs(alike)
-        """Pairs of different tensors with equal properties."""
-
-    def tensors(self, arguments: Mapping[str, Any]) -> Optional[Sequence[torch.Tensor]]:
-        """Return the tensors of a matching call, like :attr:`StaticArguments.tensors`.
-
-        Args:
-            arguments: The call's arguments by name.
-
-        Returns:
-            None if the call must be flattened to decide: it differs, or has tensors in containers.
-        """
-        if not self._is_possible or len(arguments) != self._num_names:
-            return None
-        try:
-            values = self._values(arguments)
-            for place, fields in self._instances:
-                values += fields(values[place])
-        except (AttributeError, KeyError):
-            return None
-        # Kinds first: comparing a tensor with a value runs a tensor operation.
-        if tuple(map(type, values)) != self._kinds:
-            return None
-        if self._constants(values) != self._constant_values:
-            return None
-        tensors = self._tensors(values)
-        if _facts(tensors) != self._facts:
-            return None
-        left, right = self._same
-        if not all(map(operator.is_, left(values), right(values))):
-            return None
-        left, right = self._different
-        if not all(map(operator.is_not, left(values), right(values))):
-            return None
-        return tensors
-
-
-class CapturedCall:
-    """A call that graphs are captured with; replayed calls must match it."""
-
-    def __init__(self, arguments: StaticArguments) -> None:
-        self.arguments = arguments
-        self._fast_match = FastMatch(arguments)
-
-    def tensors_of(self, arguments: Mapping[str, Any]) -> Optional[Sequence[torch.Tensor]]:
-        """Return the tensors of a call with these arguments; None if it does not match."""
-        tensors = self._fast_match.tensors(arguments)
-        if tensors is not None:
-            return tensors
-        call = StaticArguments.flatten(arguments)
-        return call.tensors if self.arguments.matches(call) else None
-
-    def differences(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Return in what a call with these arguments differs; empty if it matches."""
-        return self.arguments.differences(StaticArguments.flatten(arguments))
-
-
-_CONTAINERS = (Mapping, tuple, list)
-
 
 _tensor_facts = operator.attrgetter("shape", "dtype", "device")
+"""Returns a tensor's :class:`TensorFacts` as a plain tuple, which is faster to create."""
 
 
-def _facts(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
-    """Return each tensor's :class:`TensorFacts` as a plain tuple, which is faster to create."""
-    return list(map(_tensor_facts, tensors))
+def _match(captured: Iterable[Any], values: Iterable[Any], tensors: list[torch.Tensor]) -> bool:
+    """Whether values are the captured ones but for tensors, which are appended, each once."""
+    for item, value in zip(captured, values, strict=True):
+        if item is value:
+            continue
+        kind = type(item)
+        if kind is _TensorIndex:
+            if not isinstance(value, torch.Tensor):
+                return False
+            if item.index == len(tensors):
+                tensors.append(value)
+            elif tensors[item.index] is not value:
+                return False
+        elif kind in _CONTAINERS:
+            if not _match_inside(kind, item, value, tensors):
+                return False
+        elif isinstance(value, torch.Tensor) or item != value:
+            return False
+    return True
 
 
-def _kind(value: Any) -> type:
-    if isinstance(value, _TensorIndex):
-        return torch.Tensor
-    return value.kind if isinstance(value, _Instance) else type(value)
-
-
-def _getter(
-    make: Callable[..., Callable[[Any], Any]], keys: Sequence[Any]
-) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that gets some items or attributes of an object as a tuple.
-
-    Args:
-        make: ``operator.itemgetter`` or ``operator.attrgetter``.
-        keys: Keys of the items, or names of the attributes.
-    """
-    if len(keys) > 1:
-        return make(*keys)
-    single = [make(key) for key in keys]
-    return lambda value: tuple(get(value) for get in single)
-
-
-def _pairs(
-    places: Sequence[tuple[int, int]],
-) -> tuple[Callable[[Any], tuple[Any, ...]], Callable[[Any], tuple[Any, ...]]]:
-    """Return functions that get the first and the second values of pairs."""
-    first, second = [one for one, _ in places], [other for _, other in places]
-    return _getter(operator.itemgetter, first), _getter(operator.itemgetter, second)
+def _match_inside(kind: type, item: Any, value: Any, tensors: list[torch.Tensor]) -> bool:
+    if kind is _Instance:
+        if type(value) is not item.kind:
+            return False
+        values = [getattr(value, name, None) for name in item.fields]
+        return _match(item.fields.values(), values, tensors)
+    if not isinstance(value, Mapping if kind is dict else kind) or len(value) != len(item):
+        return False
+    if kind is not dict:
+        return _match(item, value, tensors)
+    if any(key not in value for key in item):
+        return False
+    return _match(item.values(), [value[key] for key in item], tensors)
 
 
 def _with_indices(value: Any, replace: Callable[[torch.Tensor], _TensorIndex]) -> Any:
@@ -294,6 +205,10 @@ class _Instance(NamedTuple):
 
     kind: type
     fields: Mapping[str, Any]
+
+
+_CONTAINERS = (_Instance, dict, tuple, list)
+"""What the values other than tensors may be in, apart from constants."""
 
 
 def _with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:

@@ -46,7 +46,6 @@ from megatron.slipstream.graphs.slots import (
     StaticInputs,
 )
 from megatron.slipstream.graphs.static_arguments import (
-    CapturedCall,
     StaticArguments,
     TensorFacts,
 )
@@ -106,7 +105,7 @@ class PackedLayers:
         """Static inputs of each set and layer, during the capture."""
         self._tables: Optional[RotaryTables] = None
         """Rotary tables, kept alive as long as the graphs."""
-        self._calls: dict[int, dict[torch.nn.Module, CapturedCall]] = {}
+        self._calls: dict[int, dict[torch.nn.Module, StaticArguments]] = {}
         """Captured arguments by size and layer."""
         self._graphs: dict[int, dict[torch.nn.Module, list[Any]]] = {}
         """Graphs by size, layer and set."""
@@ -193,7 +192,7 @@ class PackedLayers:
             for layer in self._layers:
                 statics = self._statics_of(layer, memory)
                 # Another size may have left its own values here.
-                StaticInputs(statics.values()).renew(self._calls[size][layer].arguments.tensors)
+                StaticInputs(statics.values()).renew(self._calls[size][layer].tensors)
                 named.append({name: static.tensor for name, static in statics.items()})
             if engine is not None:
                 engine.graphs.begin_set(self._stage, number, size)
@@ -234,16 +233,15 @@ class PackedLayers:
             if _packed_of(layer) is self:
                 layer.packed = None
 
-    def _calls_of(self, size: int) -> dict[torch.nn.Module, CapturedCall]:
+    def _calls_of(self, size: int) -> dict[torch.nn.Module, StaticArguments]:
         """Return the call of each layer in graphs for a size; equal calls are shared."""
-        made: list[tuple[StaticArguments, CapturedCall]] = []
+        made: list[tuple[StaticArguments, StaticArguments]] = []
         calls = {}
         for layer in self._layers:
             learned = self._learned[layer]
             call = next((call for other, call in made if _is_same(other, learned)), None)
             if call is None:
-                resized = StaticArguments.flatten(self._resized(learned, size))
-                call = CapturedCall(resized)
+                call = StaticArguments.flatten(self._resized(learned, size))
                 made.append((learned, call))
             calls[layer] = call
         return calls
@@ -256,7 +254,7 @@ class PackedLayers:
 
     def _statics_of(self, layer: torch.nn.Module, memory: SlotMemory) -> dict[str, Static]:
         """Return the static inputs of a layer's graphs for the current size, by keyword."""
-        call = self._calls[self.size][layer].arguments
+        call = self._calls[self.size][layer]
         statics = {}
         for name, tensor in zip(call.names, call.tensors, strict=True):
             statics[_keyword(name)] = memory.static(name, tensor, name in self._constants)
@@ -264,7 +262,7 @@ class PackedLayers:
 
     def captured_arguments(self, layer: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return the arguments of a layer that is captured with these static inputs."""
-        call = self._calls[self.size][layer].arguments
+        call = self._calls[self.size][layer]
         return call.unflatten([inputs[_keyword(name)] for name in call.names])
 
     # Replay
