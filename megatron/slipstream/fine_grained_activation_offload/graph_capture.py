@@ -203,7 +203,12 @@ class GraphCaptures:
         self.is_open = True
         self._plan = plan
         self.of_layers, self.moves_anything, self._numbered = {}, False, None
-        self._forget_pools()
+        self._store.copy_streams.finish()  # edge E7
+        while self._pools:  # Their graphs have been deleted.
+            self._pools.popitem()[1].close()
+        if self._store.host_pool.in_use_bytes == 0:
+            # It mostly served groups that run in graphs from now on.
+            self._store.close()
         self._names.clear()
         self._passes.clear()
         self._num_passes.clear()
@@ -223,15 +228,17 @@ class GraphCaptures:
                 "moves; set cuda_graph_warmup_steps to at least 1"
             )
 
-    def begin_set(self, vp_stage: int, number: int, cp_size: int) -> None:
+    def begin_set(self, vp_stage: int, number: int, cp_size: int, pool: HostPool) -> None:
         """Begin the warm-up and capture of one set of graphs of a model chunk.
 
         Args:
             vp_stage: The model chunk.
             number: The number of the set.
             cp_size: The context-parallel size of its micro-batches, as in :class:`GraphId`.
+            pool: Its host memory, from :func:`pool_for_graphs`.
         """
         self._set = _Set(vp_stage, number)
+        self._pools[self._set] = pool
         self._numbered = (number, cp_size)
         self._passes.pop(vp_stage, None)
 
@@ -270,24 +277,9 @@ class GraphCaptures:
 
         Called after each layer's warm-up, which may have added modules.
         """
-        outside = self._store.host_pool
-        if not self._pools and outside.in_use_bytes == 0:
-            # The store's pool mostly served groups that run in graphs from now on.
-            self._store.close()
         if self._set not in self._pools:
-            self._pools[self._set] = self._store.new_host_pool(0)
-        pool = self._pools[self._set]
-        needed = self._needed_bytes()
-        more = needed + int(SLACK * needed) - pool.allocated_bytes
-        if outside.limit_bytes is not None:
-            more = min(more, outside.limit_bytes - outside.allocated_bytes)
-        if more > 0:
-            had_bytes = pool.allocated_bytes
-            pool.reserve(more)
-            if outside.limit_bytes is not None:
-                taken_bytes = pool.allocated_bytes - had_bytes
-                outside.limit_bytes -= taken_bytes
-                outside.taken_bytes += taken_bytes
+            self._pools[self._set] = pool_for_graphs(self._store)
+        hold(self._pools[self._set], self._needed_bytes())
 
     def _needed_bytes(self) -> int:
         """Return the host bytes that the set's captured groups use at once, in whole buffers."""
@@ -305,13 +297,6 @@ class GraphCaptures:
                     at = (item.name, item.layer, position)
                     largest[at] = max(largest[at], nbytes)
         return sum(largest.values())
-
-    def _forget_pools(self) -> None:
-        """Drop the pools: their graphs have been deleted, and their memory is freed with them."""
-        outside = self._store.host_pool
-        if outside.limit_bytes is not None:
-            outside.limit_bytes += outside.taken_bytes
-        self._pools, outside.taken_bytes = {}, 0
 
     # One graph.
 
@@ -446,6 +431,27 @@ class GraphCaptures:
         number = label.micro_batch if self._set is None else self._set.number
         plans = self._decisions.get((label.vp_stage, number, label.name, label.layer), [])
         return [plan for plan in plans if plan.moves]
+
+
+def pool_for_graphs(store: ActivationStore) -> HostPool:
+    """Return host memory for graphs that copy by this store, within the share of its engine."""
+    pool = store.new_host_pool(0)
+    pool.become_part_of(store.host_pool.part_of or store.host_pool)
+    return pool
+
+
+def hold(pool: HostPool, needed_bytes: int, largest_bytes: int = 0) -> None:
+    """Grow the host memory of graphs until it has room for all that is on the host at once.
+
+    Args:
+        pool: The memory. It may serve graphs already.
+        needed_bytes: Sum of the buffers.
+        largest_bytes: The largest one. A buffer lies in one slab, and the end of an earlier one may
+            be too short for it.
+    """
+    more = needed_bytes + int(SLACK * needed_bytes) - pool.allocated_bytes
+    if more > 0:
+        pool.reserve(more + (largest_bytes if pool.allocated_bytes else 0))
 
 
 def _decided(plan: Plan) -> Iterable[_Decided]:

@@ -95,5 +95,5 @@ class SharedHostLimit:
             share = 0 if pool.was_refused else left_bytes // (len(pools) - index)
             share = max(share, pool.held_bytes)
             pool.process_limit = limit
-            pool.limit_bytes = share - pool.taken_bytes
+            pool.limit_bytes = share - pool.parts_bytes
             left_bytes = max(0, left_bytes - share)

@@ -285,12 +285,11 @@ class HostPool:
         memory, the bytes that the pool held at that time."""
         self.process_limit: Optional[ProcessLimit] = None
         """The limit that :attr:`limit_bytes` is a share of; None if nothing else shares it."""
-        self.taken_bytes = 0
-        """Bytes of the share that other pools hold, for CUDA graphs; not in ``limit_bytes``."""
         self.part_of: Optional[HostPool] = None
-        """The pool from whose limit this one has its own; None if it has a share itself."""
+        """The pool within whose share this one holds memory; None if it has a share itself."""
         self.parts: WeakSet[HostPool] = WeakSet()
-        """The pools that hold memory within ``limit_bytes`` beside this one."""
+        """The pools of CUDA graphs within this one's share; their bytes are not in
+        ``limit_bytes``."""
         self.was_refused = False
         """Whether the system has refused memory."""
         self._slabs: list[torch.Tensor] = []
@@ -325,7 +324,12 @@ class HostPool:
     @property
     def held_bytes(self) -> int:
         """Bytes of the share that cannot be given to others."""
-        return self.allocated_bytes + self.taken_bytes + sum(p.allocated_bytes for p in self.parts)
+        return self.allocated_bytes + self.parts_bytes
+
+    @property
+    def parts_bytes(self) -> int:
+        """Bytes of the share that :attr:`parts` hold."""
+        return sum(part.allocated_bytes for part in self.parts)
 
     @property
     def high_water_bytes(self) -> int:
@@ -425,11 +429,28 @@ class HostPool:
             if free_from < slab.nbytes:
                 self._free.put(number, free_from, slab.nbytes, events)
 
+    def become_part_of(self, whole: HostPool) -> None:
+        """Hold memory for CUDA graphs within the share of another pool from now on."""
+        self.part_of = whole
+        whole.parts.add(self)
+
     def reserve(self, nbytes: int) -> None:
-        """Add ``nbytes`` bytes, if the system allows it, and make the total the new limit."""
-        with contextlib.suppress(HostMemoryFull):
-            self._add_slab(nbytes)
+        """Add ``nbytes`` bytes, if limit and system allow it, and make the total the new limit."""
+        whole, before = self._whole, self.allocated_bytes
+        if whole is not None and whole.limit_bytes is not None:
+            nbytes = min(nbytes, whole.limit_bytes - whole.allocated_bytes)
+        if nbytes > 0:
+            with contextlib.suppress(HostMemoryFull):
+                self._add_slab(nbytes)
         self.limit_bytes = self.allocated_bytes
+        if whole is not None and whole.limit_bytes is not None:
+            whole.limit_bytes -= self.allocated_bytes - before
+
+    @property
+    def _whole(self) -> Optional[HostPool]:
+        """The pool that this one is one of the parts of."""
+        whole = self.part_of
+        return whole if whole is not None and self in whole.parts else None
 
     def free(self, allocation: HostAllocation) -> None:
         """Free a buffer. Its ``last_use`` may still be pending.
@@ -473,6 +494,9 @@ class HostPool:
 
     def close(self) -> None:
         """Return all memory to the system. Every copy must have completed (edge E7)."""
+        whole = self._whole
+        if whole is not None and whole.limit_bytes is not None:
+            whole.limit_bytes += self.allocated_bytes
         self._in_use.clear()
         self._unsettled.clear()
         if self.layout is not None:

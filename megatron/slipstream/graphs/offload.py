@@ -34,7 +34,7 @@ from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
-from megatron.slipstream.fine_grained_activation_offload.graph_capture import SLACK
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import SLACK, hold
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.step_clock import StepClock, Times
@@ -225,12 +225,13 @@ class SlotOffloading:
         if plan is not None:
             self._memory = memory
             store = engine.store
-            whole = store.host_pool.part_of
-            store.host_pool.close()
-            store.host_pool = memory.share_host_pool(store.backend)
-            if whole is not None:
-                whole.parts.add(store.host_pool)
-            self.added_host_bytes = _hold(store.host_pool, plan)
+            own_pool, pool = store.host_pool, memory.share_host_pool(store)
+            own_pool.close()
+            store.host_pool = pool
+            before_bytes = pool.allocated_bytes
+            sizes = [size_class_bytes(storage.nbytes) for storage in plan.storages]
+            hold(pool, sum(sizes), max(sizes, default=0))
+            self.added_host_bytes = pool.allocated_bytes - before_bytes
 
     @property
     def leaves_copies(self) -> bool:
@@ -307,27 +308,17 @@ class SlotOffloading:
         return self._engine.store.host_pool.allocated_bytes
 
 
-def share_of_host_memory(
-    limit_bytes: Optional[int], held_bytes: int, num_slots: int
-) -> Optional[int]:
+def share_of_host_memory(pool: HostPool, num_slots: int) -> Optional[int]:
     """Return the host memory that one pass may use for all slots together to stay within a limit.
 
     Args:
-        limit_bytes: The limit of the process; None for no limit.
-        held_bytes: Bytes of it that are already in use.
+        pool: The pool in whose share all slots are, also those that exist already.
         num_slots: Number of passes whose activations are offloaded at the same time.
+
+    Returns:
+        Bytes; None for no limit.
     """
-    if limit_bytes is None:
+    if pool.limit_bytes is None:
         return None
-    return max(0, int((limit_bytes - held_bytes) / num_slots / (1 + SLACK)))
-
-
-def _hold(pool: HostPool, plan: Plan) -> int:
-    """Reserve host memory for all groups that move; return the bytes added to the pool."""
-    before = pool.allocated_bytes
-    sizes = [size_class_bytes(storage.nbytes) for storage in plan.storages]
-    needed = sum(sizes) + int(SLACK * sum(sizes))
-    if needed > before:
-        # A buffer lies in one slab, and the end of the first may be too short for the largest.
-        pool.reserve(needed - before + (max(sizes) if before else 0))
-    return pool.allocated_bytes - before
+    free_bytes = pool.limit_bytes + pool.parts_bytes - pool.allocated_bytes
+    return max(0, int(free_bytes / num_slots / (1 + SLACK)))

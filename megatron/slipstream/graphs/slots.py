@@ -18,7 +18,8 @@ from typing import Any, Optional, Protocol
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import pool_for_graphs
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.graphs.capture import Graph, GraphBackend, Tail
 from megatron.slipstream.graphs.static_arguments import StaticArguments, TensorFacts
@@ -109,15 +110,15 @@ class SlotMemory:
         self._num_host_users = 0
         self._statics: dict[tuple[str, TensorFacts], Static] = {}
 
-    def share_host_pool(self, backend: Backend) -> HostPool:
-        """Return the host memory, shared with one more slot."""
+    def share_host_pool(self, store: ActivationStore) -> HostPool:
+        """Return the host memory for graphs that copy by a store, shared with one more user."""
         if self.host_pool is None:
-            self.host_pool = HostPool(backend, 0)
+            self.host_pool = pool_for_graphs(store)
         self._num_host_users += 1
         return self.host_pool
 
     def leave_host_pool(self) -> None:
-        """Call when a slot makes no more copies. The last slot frees the host memory."""
+        """Call when a user's copies have ended. The last user frees the host memory."""
         self._num_host_users -= 1
         if self.host_pool is not None and not self._num_host_users:
             self.host_pool.close()

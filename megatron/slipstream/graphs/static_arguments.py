@@ -160,7 +160,7 @@ def _match(captured: Iterable[Any], values: Iterable[Any], tensors: list[torch.T
     return True
 
 
-def _match_inside(kind: type, item: Any, value: Any, tensors: list[torch.Tensor]) -> bool:
+def _match_inside(kind: Any, item: Any, value: Any, tensors: list[torch.Tensor]) -> bool:
     if kind is _Instance:
         if type(value) is not item.kind:
             return False

@@ -322,7 +322,7 @@ def test_a_set_of_graphs_moves_what_moves_in_any_of_its_micro_batches() -> None:
         for name in {name for _, _, name, _ in graphs._decisions}:
             graphs.note_warmup(name)
         for number in range(num_sets):
-            graphs.begin_set(0, number, True)
+            graphs.begin_set(0, number, True, manager.store.new_host_pool(0))
             needed.append(graphs._needed_bytes())
         graphs.close()
     assert min(needed) > 0

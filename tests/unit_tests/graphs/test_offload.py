@@ -16,7 +16,9 @@ from offloaded_chunk import OffloadedChunk
 from timed_backend import TimedBackend
 from toy_model import all_equal, make_manager, micro_batch
 
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.graphs.capture import Tail
 from megatron.slipstream.graphs.offload import (
@@ -180,8 +182,13 @@ def test_a_slot_without_a_plan_moves_nothing() -> None:
 def test_all_slots_together_keep_to_a_limit_of_host_memory(
     limit_bytes: Optional[int], held_bytes: int, expected: Optional[int]
 ) -> None:
+    whole, earlier = (HostPool(CpuBackend(), limit_bytes) for _ in range(2))
+    whole.allocated_bytes = held_bytes
     # The pool holds an eighth more than the plan needs.
-    assert share_of_host_memory(limit_bytes, held_bytes, 4) == expected
+    assert share_of_host_memory(whole, 4) == expected
+    earlier.become_part_of(whole)
+    earlier.reserve(300)
+    assert share_of_host_memory(whole, 4) == expected, "slots captured earlier are of the four"
 
 
 def test_a_slot_fills_nothing_that_it_releases_unless_it_is_verified(rig: Rig) -> None:

@@ -127,11 +127,18 @@ def test_without_a_limit_none_is_set() -> None:
 def test_memory_of_captured_graphs_counts() -> None:
     """It is taken from the share of the pool that would have served the same groups."""
     limit = SharedHostLimit(lambda: 1000)
-    first, second = (HostPool(CpuBackend()) for _ in range(2))
+    first, second, part = (HostPool(CpuBackend()) for _ in range(3))
     limit.join(first)
-    first.limit_bytes, first.taken_bytes = 300, 700
+    part.become_part_of(first)
+    part.reserve(700)
+    assert first.limit_bytes == 300, "it cannot grow into it"
     limit.join(second)
     assert (first.limit_bytes, second.limit_bytes) == (0, 300)
+    part.reserve(100)
+    assert part.allocated_bytes == 700, "there is no more"
+    part.close()
+    limit.leave(second)
+    assert first.limit_bytes == 1000
 
 
 # What a warning says of it.

@@ -321,7 +321,7 @@ def _offloading(wrapper: Any, num_slots: int, name: str) -> Optional[ChunkOffloa
         if pool.in_use_bytes == 0:
             # It served iterations without graphs; graphs have their own host memory.
             manager.store.close()
-        limit_bytes = share_of_host_memory(pool.limit_bytes, pool.allocated_bytes, num_slots)
+        limit_bytes = share_of_host_memory(pool, num_slots)
         engine = manager.make_graph_engine(limit_bytes, num_verified)
         engine.change_assignment(manager.router.known_manager(wrapper).engine.assignment)
         return engine

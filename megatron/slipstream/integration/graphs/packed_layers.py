@@ -35,9 +35,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.slipstream.context_parallel.limits import RankLimits
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.graphs.bank import CpSizes, together
-from megatron.slipstream.graphs.capture import Tail
+from megatron.slipstream.graphs.capture import CudaGraphs, EagerGraphs
 from megatron.slipstream.graphs.slots import (
     SlotAllocation,
     SlotMemories,
@@ -95,6 +96,8 @@ class PackedLayers:
         """The memory of each set of graphs."""
         self.number = 0
         """The set of the current micro-batch."""
+        self._store: Optional[ActivationStore] = None
+        """Copies inside the graphs; None if nothing moves."""
         self._taken: Optional[SlotAllocation] = None
         """Its use of the set, until autograd keeps it."""
         self._runs_eagerly = False
@@ -195,7 +198,9 @@ class PackedLayers:
                 StaticInputs(statics.values()).renew(self._calls[size][layer].tensors)
                 named.append({name: static.tensor for name, static in statics.items()})
             if engine is not None:
-                engine.graphs.begin_set(self._stage, number, size)
+                self._store = engine.store
+                pool = memory.host_pool or memory.share_host_pool(engine.store)
+                engine.graphs.begin_set(self._stage, number, size, pool)
             with self._tables.in_place():
                 graphs = make_graphs(
                     self._layers,
@@ -219,6 +224,10 @@ class PackedLayers:
     def hand_over_graphs(self) -> None:
         """Assign each layer its graphs of all sizes and sets, to be deleted, and release memory."""
         finish_replays()
+        if self._store is not None:
+            self._store.copy_streams.finish()  # edge E7
+            for memory in self.sets:
+                memory.leave_host_pool()
         for layer in self._layers:
             graphs = (of_layers[layer] for of_layers in self._graphs.values())
             layer.cuda_graphs = list(itertools.chain.from_iterable(graphs))
@@ -372,13 +381,14 @@ def _packed_of(layer: Any) -> Optional[PackedLayers]:
 def _capture(config: Any, of_chunks: Sequence[Sequence[Any]]) -> None:
     """See [Note: A bank of layer graphs]."""
     slots = chunk_slots(config)
+    backend = CudaGraphs() if torch.cuda.is_available() else EagerGraphs()
     chunks: list[PackedLayers] = []
     engine = None
     for layers, num_sets in zip(of_chunks, slots, strict=True):
         if layers:
             engine = engine if chunks else open_graphs(layers[0], slots)
             chunks.append(layers[0].packed)
-            chunks[-1].begin_capture(layers, _new_sets(num_sets))
+            chunks[-1].begin_capture(layers, SlotMemories.of(backend, num_sets))
     sizes = chunks[0].sizes if chunks else None
     make_graphs = functools.partial(cuda_graphs.make_graphed_callables, **_options(config))
 
@@ -402,11 +412,6 @@ def _options(config: Any) -> dict[str, Any]:
         # Graphs then return dummy gradients; real ones must not be shared.
         options["clone_param_grads_on_return"] = False
     return options
-
-
-def _new_sets(count: int) -> SlotMemories:
-    new_pool = torch.cuda.graph_pool_handle if torch.cuda.is_available() else lambda: None
-    return SlotMemories(SlotMemory(new_pool(), Tail()) for _ in range(count))
 
 
 def _seen_by_graphs(layer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
