@@ -96,9 +96,6 @@ def either(option: str, value: Any, **cures: Any) -> Case:
 
 
 OWN = [
-    either("offload_engine", "x", a="slipstream", b="megatron"),
-    either("offload_native", "x", a="auto", b="off"),
-    either("offload_backend", "x", a="auto", b="cuda", c="cpu", d="cpu-lazy"),
     either("offload_release_lag", -1, a=0, b=2),
     either("offload_prefetch_depth", -1, a=0, b=2),
     either("offload_target_memory_gib", 0.0, a=0.5, b=None),

@@ -19,14 +19,14 @@ def has_budget(options: Any) -> bool:
     return facts.offload_engine == "slipstream" and facts.activation_memory_budget is not None
 
 
-def _budget_rule(option: str, off: tuple[Any, ...], where: str, because: str, cure: str) -> Rule:
+def _budget_rule(option: str, because: str, off: tuple[Any, ...] = ()) -> Rule:
     return option_rule(
         "activation_memory_budget",
         has_budget,
         lambda facts: getattr(facts, option) in (None, False, *off),
-        f"activation_memory_budget={{activation_memory_budget}} is not supported with {where} "
-        f"because {because}",
-        f"{cure}, or leave activation_memory_budget out",
+        f"activation_memory_budget={{activation_memory_budget}} is not supported with "
+        f"{option}={{{option}}} because {because}",
+        f"leave {option} or activation_memory_budget out",
     )
 
 
@@ -43,42 +43,28 @@ OTHER_PASSES = (
 BUDGET_RULES: tuple[Rule, ...] = (
     _budget_rule(
         "recompute_granularity",
-        ("selective",),
-        "recompute_granularity='full'",
         "the budget decides which layers are recomputed as a whole",
-        "leave recompute_granularity out",
+        ("selective",),
     ),
     _budget_rule(
         "cuda_graph_impl",
-        ("none",),
-        "cuda_graph_impl other than 'none'",
         "a captured layer keeps what it recomputes, and one that is recomputed as a whole cannot "
         "be captured",
-        "set cuda_graph_impl='none'",
+        ("none",),
     ),
     _budget_rule(
         "cuda_graph_granularity",
-        ("layer",),
-        "cuda_graph_granularity='chunk'",
         "a captured chunk keeps what its layers recompute, and is captured before the budget has "
         "settled that",
-        "set cuda_graph_granularity='layer'",
+        ("layer",),
     ),
     _budget_rule(
         "overlap_moe_expert_parallel_comm",
-        (),
-        "overlap_moe_expert_parallel_comm=True",
         "layers then run node by node, and none can be recomputed as a whole",
-        "leave overlap_moe_expert_parallel_comm out",
     ),
-    *(
-        _budget_rule(option, (), f"{option}=True", because, f"leave {option} out")
-        for option, because in (
-            ("use_megatron_fsdp", GATHERED),
-            ("use_torch_fsdp2", GATHERED),
-            ("hybrid_context_parallel", OTHER_PASSES),
-        )
-    ),
+    _budget_rule("use_megatron_fsdp", GATHERED),
+    _budget_rule("use_torch_fsdp2", GATHERED),
+    _budget_rule("hybrid_context_parallel", OTHER_PASSES),
 )
 """Requirements on ``activation_memory_budget`` and a model together."""
 

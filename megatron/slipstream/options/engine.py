@@ -16,24 +16,6 @@ def _is_at_least_0(value: Any) -> bool:
 
 RULES: tuple[Rule, ...] = (
     value_rule(
-        "offload_engine",
-        lambda name: name in ("slipstream", "megatron"),
-        "is not an engine",
-        "set 'slipstream' or 'megatron'",
-    ),
-    value_rule(
-        "offload_native",
-        lambda choice: choice in ("auto", "off"),
-        "is not a choice",
-        "set 'auto' or 'off'",
-    ),
-    value_rule(
-        "offload_backend",
-        lambda name: name in ("auto", "cuda", "cpu", "cpu-lazy"),
-        "is not a backend",
-        "set 'auto', 'cuda', 'cpu' or 'cpu-lazy'",
-    ),
-    value_rule(
         "offload_release_lag",
         _is_at_least_0,
         "is negative",
@@ -97,7 +79,7 @@ RULES: tuple[Rule, ...] = (
         "set how many iterations (0 or more) to check",
     ),
 )
-"""Requirements on :class:`~megatron.slipstream.options.fields.OffloadConfig`."""
+"""Requirements on :class:`~megatron.slipstream.options.fields.OffloadConfig`, beside its types."""
 
 _with_attach = Condition("with attach()", always)
 _NO_END = "it cannot see when training ends"

@@ -64,20 +64,19 @@ NAMES: Set[str] = DEFAULTS.keys() | set(
     moe_shared_expert_overlap moe_sync_free_capacity_factor moe_sync_free_experts mtp_num_layers
     multi_latent_attention num_distributed_optimizer_instances num_experts num_layers
     num_moe_experts offload_backend offload_checkpoint_inputs offload_host_memory_limit_bytes
-    offload_max_overhead_percent offload_modules offload_native offload_nvtx_ranges
-    offload_prefetch_depth offload_release_lag offload_report_path offload_target_memory_gib
-    offload_trace_path offload_verify optimizer optimizer_cuda_graph
-    overlap_dispatch_backward_with_experts_wgrad overlap_moe_expert_parallel_comm
-    override_opt_param_scheduler perform_rl_step pipeline_model_parallel_layout
-    position_embedding_type qk_l2_norm quant_recipe rampup_batch_size recompute_granularity
-    recompute_modules release reset_attention_mask reset_position_ids run_record_path save
-    seq_length sequence_packing sequence_parallel sft skip_train spec start_weight_decay
-    state_gib step_batch_size_schedule thd_max_packed_sequences thd_max_tokens tp_comm_overlap
-    train_iters train_samples transformer_impl use_checkpoint_opt_param_scheduler
-    use_fused_weighted_squared_relu use_grouped_gemm_for_dense_mlp
-    use_grouped_gemm_for_shared_expert use_kitchen_attention use_megatron_fsdp use_mup
-    use_te_activation_func use_torch_fsdp2 use_transformer_engine_op_fuser variable_seq_lengths
-    vocab_size weight_decay
+    offload_max_overhead_percent offload_modules offload_nvtx_ranges offload_prefetch_depth
+    offload_release_lag offload_report_path offload_target_memory_gib offload_trace_path
+    offload_verify optimizer optimizer_cuda_graph overlap_dispatch_backward_with_experts_wgrad
+    overlap_moe_expert_parallel_comm override_opt_param_scheduler perform_rl_step
+    pipeline_model_parallel_layout position_embedding_type qk_l2_norm quant_recipe
+    rampup_batch_size recompute_granularity recompute_modules release reset_attention_mask
+    reset_position_ids run_record_path save seq_length sequence_packing sequence_parallel sft
+    skip_train spec start_weight_decay state_gib step_batch_size_schedule
+    thd_max_packed_sequences thd_max_tokens tp_comm_overlap train_iters train_samples
+    transformer_impl use_checkpoint_opt_param_scheduler use_fused_weighted_squared_relu
+    use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_kitchen_attention
+    use_megatron_fsdp use_mup use_te_activation_func use_torch_fsdp2
+    use_transformer_engine_op_fuser variable_seq_lengths vocab_size weight_decay
     """.split()
 )
 """All facts that rules read: options, and what is known of the machine and the release."""

@@ -11,15 +11,14 @@ adds only what megatron-core has no name for. The other modules of this room hav
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, Literal, Optional, TypedDict, Union, get_type_hints
+from typing import Any, Literal, Optional, TypedDict, Union, get_origin, get_type_hints
 
 from megatron.slipstream.options.engine import RULES
 from megatron.slipstream.options.rules import check_rules, require
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.plan.tiles import NumTiles
 
 
 @dataclass(frozen=True)
@@ -147,12 +146,15 @@ class OffloadConfig:
 
 @cache
 def _type_checks() -> dict[str, Any]:
-    """Return the settings' type checks; rules check those with a fixed set of values."""
+    """Return the settings' type checks; rules check those of a number or a word."""
     # Created on first use: it takes tens of milliseconds.
     from pydantic import TypeAdapter
 
-    hints = get_type_hints(OffloadConfig)
-    return {name: TypeAdapter(hint) for name, hint in hints.items() if "Literal" not in str(hint)}
+    return {
+        name: TypeAdapter(hint)
+        for name, hint in get_type_hints(OffloadConfig).items()
+        if get_origin(hint) is Literal or "Literal" not in str(hint)
+    }
 
 
 def _check_types(config: OffloadConfig) -> None:
@@ -190,32 +192,41 @@ def _check_value(name: str, value: object, check: Any) -> None:
     except ValidationError as error:
         expected = (item["msg"].removeprefix("Input should be ") for item in error.errors())
         cure = " or ".join(dict.fromkeys(expected))
-        raise ValueError(f"{name}={value!r} has the wrong type; set {cure}") from error
+        is_choice = {item["type"] for item in error.errors()} == {"literal_error"}
+        fault = "is not a choice" if is_choice else "has the wrong type"
+        raise ValueError(f"{name}={value!r} {fault}; set {cure}") from error
 
 
 AUTO_OVERHEAD_PERCENT = 1.0
 """Overhead limit of 'auto', in percent."""
 
 
-def parse_number_or_auto[N: (int, float)](
-    text: str, number: type[N], name: str
-) -> Union[N, Literal["auto"]]:
-    """Parse a value from the command line: a number or 'auto'.
+def number_or_auto[N: (int, float)](
+    number: type[N], name: str
+) -> Callable[[str], Union[N, Literal["auto"]]]:
+    """Return a parser for the command line of a number or 'auto'.
 
     Args:
-        text: The value as typed.
         number: The type of the number.
         name: The number's name in the error, such as ``"an integer"``.
 
     Raises:
-        argparse.ArgumentTypeError: The text is neither.
+        argparse.ArgumentTypeError: From the parser; the text is neither.
     """
-    if text == "auto":
-        return "auto"
-    try:
-        return number(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither {name} nor 'auto'") from None
+
+    def parse(text: str) -> Union[N, Literal["auto"]]:
+        try:
+            return "auto" if text == "auto" else number(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is neither {name} nor 'auto'") from None
+
+    return parse
+
+
+parse_budget: Callable[[str], Union[float, Literal["auto"]]] = number_or_auto(float, "a number")
+"""Parses a budget of GiB."""
+parse_tiles = number_or_auto(int, "an integer")
+"""Parses a number of tiles."""
 
 
 def parse_percent(text: str) -> float:
@@ -224,17 +235,8 @@ def parse_percent(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: The text is neither.
     """
-    percent = parse_number_or_auto(text, float, "a number")
+    percent = number_or_auto(float, "a number")(text)
     return AUTO_OVERHEAD_PERCENT if percent == "auto" else percent
-
-
-def parse_budget(text: str) -> Union[float, Literal["auto"]]:
-    """Parse a budget from the command line: a number of GiB or 'auto'.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is neither.
-    """
-    return parse_number_or_auto(text, float, "a number")
 
 
 def check_is_config(config: object) -> None:
@@ -299,15 +301,6 @@ class ExpertOptions:
     """Rows that sync-free experts can send from one expert-parallel rank to another, by those of an
     even share, such as 2.0. A step that needs more ends with an error that says how much. Default:
     as many as there can be, which takes memory for expert_model_parallel_size times the rows."""
-
-
-def parse_tiles(text: str) -> NumTiles:
-    """Parse a number of tiles from the command line: an integer or 'auto'.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is neither.
-    """
-    return parse_number_or_auto(text, int, "an integer")
 
 
 _TILES = {"argparse_meta": {"type": parse_tiles, "metavar": "N"}}

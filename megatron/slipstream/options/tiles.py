@@ -64,7 +64,6 @@ TILE_RULES: tuple[Rule, ...] = (
     _with_tiles(
         "overlap_moe_expert_parallel_comm",
         "the layers of two micro-batches then run in parts of their own",
-        "leave overlap_moe_expert_parallel_comm out",
     ),
     _with_tiles(
         "gtp_weight_remat_size",
@@ -72,13 +71,9 @@ TILE_RULES: tuple[Rule, ...] = (
         "set gtp_weight_remat_size=1",
         lambda f: f.gtp_weight_remat_size == 1,
     ),
-    *(
-        _with_tiles(
-            option,
-            "it gathers parameters and takes gradients by hooks, which a tile does not run",
-            f"leave {option} out",
-        )
-        for option in ("use_megatron_fsdp", "use_torch_fsdp2")
+    *_with_tiles.each(
+        "use_megatron_fsdp use_torch_fsdp2",
+        "it gathers parameters and takes gradients by hooks, which a tile does not run",
     ),
     _with_tiles(
         "cuda_graph_impl",
@@ -92,34 +87,15 @@ TILE_RULES: tuple[Rule, ...] = (
         "the acceptance rate of its predictions is computed from whole logits",
         "set loss_sequence_tiles=1",
     ),
-    _with_loss(
-        "defer_embedding_wgrad_compute",
-        "it keeps the gradient of whole logits",
-        "leave defer_embedding_wgrad_compute out",
+    _with_loss("defer_embedding_wgrad_compute", "it keeps the gradient of whole logits"),
+    _with_loss("use_mup", "it scales logits between the output layer and the loss"),
+    _with_loss("fp8_output_proj", "a tile of logits would have a scale of its own"),
+    *_with_mlps.each(
+        "fp8 fp4", "what is computed again in backward could be quantized by another scale"
     ),
-    _with_loss(
-        "use_mup", "it scales logits between the output layer and the loss", "leave use_mup out"
-    ),
-    _with_loss(
-        "fp8_output_proj",
-        "a tile of logits would have a scale of its own",
-        "leave fp8_output_proj out",
-    ),
-    *(
-        _with_mlps(
-            option,
-            "what is computed again in backward could be quantized by another scale",
-            f"leave {option} out",
-        )
-        for option in ("fp8", "fp4")
-    ),
-    *(
-        _with_mlps(
-            option,
-            "it computes the weights' gradients after backward, from the last tile alone",
-            f"leave {option} out",
-        )
-        for option in ("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
+    *_with_mlps.each(
+        "delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad",
+        "it computes the weights' gradients after backward, from the last tile alone",
     ),
     _with_mlps(
         "mlp_chunks_for_training",
@@ -127,16 +103,8 @@ TILE_RULES: tuple[Rule, ...] = (
         "set mlp_chunks_for_training=1",
         lambda f: f.mlp_chunks_for_training == 1,
     ),
-    _with_mlps(
-        "tp_comm_overlap",
-        "its buffers have the size of a whole sequence",
-        "leave tp_comm_overlap out",
-    ),
-    _with_mlps(
-        "moe_paged_stash",
-        "it keeps the tensors that a tile computes again",
-        "leave moe_paged_stash out",
-    ),
+    _with_mlps("tp_comm_overlap", "its buffers have the size of a whole sequence"),
+    _with_mlps("moe_paged_stash", "it keeps the tensors that a tile computes again"),
     _with_mlps(
         "recompute_modules",
         "each tile is computed again anyway",

@@ -70,7 +70,7 @@ def test_an_empty_file_and_none_are_the_defaults(
         ("offload_prefetch_depth: 2.5", "offload_prefetch_depth=2.5 has the wrong type"),
         ("offload_prefetch_depth: true", "offload_prefetch_depth=True has the wrong type"),
         ("offload_nvtx_ranges: 1", "offload_nvtx_ranges=1 has the wrong type"),
-        ("offload_backend: gpu", "offload_backend='gpu' is not a backend; set 'auto', 'cuda'"),
+        ("offload_backend: gpu", "offload_backend='gpu' is not a choice; set 'auto', 'cuda'"),
         (
             "offload_max_overhead_percent: high",
             "offload_max_overhead_percent='high' is no limit",

@@ -44,8 +44,9 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the flags are tho
         ("offload_target_memory_gib", float("nan"), "is no device peak; set the GiB"),
         ("offload_max_overhead_percent", True, "is no limit; set by how many percent"),
         ("offload_max_overhead_percent", float("inf"), "is no limit; set by how many percent"),
-        ("offload_backend", None, "is not a backend; set 'auto'"),
+        ("offload_backend", None, "is not a choice; set 'auto', 'cuda', 'cpu' or 'cpu-lazy'"),
         ("offload_native", "on", "is not a choice; set 'auto' or 'off'"),
+        ("offload_engine", "slip", "is not a choice; set 'slipstream' or 'megatron'"),
         ("offload_native", True, "is not a choice; set 'auto' or 'off'"),
     ],
 )
