@@ -54,12 +54,7 @@ class Comparison(Protocol):
     def __init__(self, case: Case) -> None: ...
 
     def build(self, variant: Variant, label: str, options: Mapping[str, Any]) -> Way:
-        """Create a way.
-
-        Args:
-            variant: The modules to offload.
-            label: The way's label.
-            options: Options of ``OffloadConfig``, for Slipstream's engine.
+        """Create a way, with options of ``OffloadConfig`` for Slipstream's engine.
 
         Raises:
             Exception: It cannot run here; nothing has been launched.

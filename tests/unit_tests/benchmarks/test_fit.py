@@ -16,8 +16,8 @@ import torch
 from forked import run_module
 
 from benchmarks import fit
+from benchmarks.fit import NotMeasured, find_longest
 from benchmarks.fit_process import Worker
-from benchmarks.fit_search import NotMeasured, find_longest
 from benchmarks.fit_ways import Setup
 from benchmarks.rows import read_rows
 
