@@ -167,7 +167,7 @@ def _check_types(config: OffloadConfig) -> None:
         _check_value(name, getattr(config, name), check)
 
 
-def check_type(name: str, value: object, expected: type) -> None:
+def check_type(name: str, value: object, expected: Any) -> None:
     """Check the type of an argument in the same way as settings.
 
     Args:

@@ -18,7 +18,8 @@ from megatron.core.transformer import TransformerConfig
 from rule_cases import TABLES
 
 from megatron.slipstream.integration.entry.model_arguments import PLAN_RULES
-from megatron.slipstream.options.facts import NAMES, Facts
+from megatron.slipstream.options.facts import DEFAULTS, NAMES, Facts
+from megatron.slipstream.options.fields import DEFAULTS as MEGATRON_OPTIONS, GROUPS
 from megatron.slipstream.options.rules import Rule
 from megatron.slipstream.patches import releases
 
@@ -147,6 +148,16 @@ def test_a_declared_fact_is_one_that_a_rule_reads() -> None:
 @pytest.mark.skipif(not releases.models_pass_their_rank(), reason="options of the newest release")
 def test_a_declared_fact_is_an_option_of_the_newest_release() -> None:
     assert NAMES - options() - set(NO_OPTIONS) == set()
+
+
+def test_defaults_are_those_of_the_fields() -> None:
+    ours = [field for group, _ in GROUPS for field in dataclasses.fields(group)]
+    assert {f.name: f.default for f in ours if f.name in DEFAULTS} == {
+        f.name: DEFAULTS[f.name] for f in ours if f.name in DEFAULTS
+    }
+    assert MEGATRON_OPTIONS.items() >= {
+        (name, DEFAULTS[name]) for name in DEFAULTS.keys() & MEGATRON_OPTIONS.keys()
+    }
 
 
 @pytest.mark.parametrize(

@@ -91,19 +91,6 @@ def test_a_variable_of_a_launcher_that_is_no_number_is_named(
 
 
 @no_gpu
-@pytest.mark.parametrize("variable", ["RANK", "LOCAL_WORLD_SIZE"])
-def test_training_refuses_it_in_one_line(variable: str, tmp_path: Path) -> None:
-    flags = [*FLAGS, "--eval-interval", "1", "--fine-grained-activation-offloading"]
-    flags += ["--offload-modules", "core_attn"]
-    done = run_script(
-        ROOT / "pretrain_gpt.py", *flags, folder=tmp_path, environment={variable: "zero"}
-    )
-    assert done.returncode == 2
-    assert f"error: {variable}='zero' is not supported because it is no number" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@no_gpu
 @pytest.mark.releases
 def test_a_training_needs_an_interval_of_evaluation_or_has_a_default(tmp_path: Path) -> None:
     done = run_script(ROOT / "pretrain_gpt.py", *FLAGS, folder=tmp_path)

@@ -20,12 +20,16 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, get_type_hints
 
 from megatron.slipstream.options.facts import Facts
-from megatron.slipstream.options.fields import DEFAULTS, MODULES, SWITCH, OffloadOptions
+from megatron.slipstream.options.fields import (
+    DEFAULTS,
+    MODULES,
+    SWITCH,
+    OffloadOptions,
+    check_type,
+)
 from megatron.slipstream.options.model import check_model_options
 from megatron.slipstream.options.modules import own_modules
 from megatron.slipstream.options.rules import nearest_name, require
@@ -136,12 +140,7 @@ def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
         # OmegaConf, among others, has its own list type.
         is_list = isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
         given[name] = list(value) if is_list else value
-    try:
-        TypeAdapter(OffloadOptions).validate_python(given, strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name, expected = str(first["loc"][0]), first["msg"].removeprefix("Input should be ")
-        raise ValueError(f"{name}={given[name]!r} has the wrong type; set {expected}") from error
+        check_type(name, given[name], get_type_hints(OffloadOptions)[name])
     return given
 
 
