@@ -22,7 +22,7 @@ from model_case import DENSE_MODULES, MLP_MODULES, MOE_MODULES, SHARED_EXPERTS, 
 from ranks import run_ranks
 
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
-from megatron.slipstream.fine_grained_activation_offload.plan_entry import NUM_UNTIL_TIMED
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import NUM_UNTIL_TIMED
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import releases
 

@@ -310,7 +310,7 @@ def _planned_drop_bytes(manager: Any) -> int:
     """
     plan = manager.plan
     return (
-        manager.engine._tuner.peak_drop(plan).nbytes
+        manager.engine.lifecycle.planner.peak_drop(plan).nbytes
         if plan is not None and plan.trace.memory
         else 0
     )

@@ -338,17 +338,19 @@ class AttachedEngine(OffloadEngine):
 
     def _end_plan_if_grown(self, group: OffloadTensorGroup) -> None:
         """See [Note: Groups that grow]."""
-        plan = self._now.plan
-        if plan is None or group.untracked_in is not None:
+        entry = self._now.entry
+        if entry is None or group.untracked_in is not None:
             return
         nbytes = sum(group.nbytes.values())
-        storages = plan.trace.group_by_key[group.key].storages
-        known = sum(plan.trace.storages[index].nbytes for index in storages)
+        trace = entry.plan.trace
+        known = sum(
+            trace.storages[index].nbytes for index in trace.group_by_key[group.key].storages
+        )
         # Recorded sizes are remembered, even if a plan omits some of them.
         known = max(known, self._largest.get(group.key.group, 0))
         if nbytes >= MIN_GROWTH * known and nbytes > 0:
             self._largest[group.key.group] = nbytes
-            self._cache.forget(plan)
+            self.lifecycle.plans.forget(entry)
             self._executor.leave_plan(self._now, self._now.num_steps)
 
     def _open_pass(self) -> None:

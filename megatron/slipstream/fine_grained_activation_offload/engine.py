@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Optional, Protocol
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.chunk import (
@@ -35,29 +34,23 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
-from megatron.slipstream.fine_grained_activation_offload.host_trim import HostTrimmer
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
+from megatron.slipstream.fine_grained_activation_offload.lifecycle import Lifecycle
 from megatron.slipstream.fine_grained_activation_offload.markers import (
     GroupOwner,
     at_first_gradient,
 )
 from megatron.slipstream.fine_grained_activation_offload.native_store import make_store
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
-from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
-from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
-from megatron.slipstream.fine_grained_activation_offload.region import RegionFlag
+from megatron.slipstream.fine_grained_activation_offload.regions import Regions
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.fine_grained_activation_offload.report_builder import ReportBuilder
-from megatron.slipstream.fine_grained_activation_offload.step_clock import StepClock, Times
-from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.plan.check import PlanFacts
 from megatron.slipstream.plan.settings import Assignment
-from megatron.slipstream.plan.staying import Staying
-from megatron.slipstream.plan.trace import Bandwidth, Step, StepKind, StepsKey
+from megatron.slipstream.plan.trace import Step, StepKind
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +95,6 @@ class OffloadEngine:
         """The running iteration, or the next one."""
         self.switch: Switch = OwnSwitch()
         """Its ``is_on`` is False while offloading is suspended. Engines may share one."""
-        self.region_flag: Optional[RegionFlag] = None
-        """A flag that is true while a group's operations run."""
-        self.regions: list[None | bool | tuple[saved_tensors_hooks, bool]] = []
-        """Stack of entered regions: None for one without hooks; else the hooks and the flag's
-        previous value, or the latter alone if C++ entered the region."""
-        self._has_warned_of_others = False
         self.moves_checkpoint_inputs = False
         """Whether the tensors that a checkpoint saves are a group."""
         self.delayed: list[Callable[[], None]] = []
@@ -115,35 +102,35 @@ class OffloadEngine:
         self.wanted_modules: tuple[str, ...] = ()
         """``offload_modules`` of the model, for the report."""
         self._report = RankReport(rank=rank)
-        self._recorder = Recorder(backend)
-        self.store = make_store(backend, self._recorder, is_native)
+        self.recorder = Recorder(backend)
+        """What records iterations that follow no plan."""
+        self.store = make_store(backend, self.recorder, is_native)
         """The saved activations."""
+        self.regions = Regions(self.store)
+        """The regions of groups that are entered."""
         self._report.is_native = self.store.is_native
-        self._cache = PlanCache()
-        self._tuner = Tuner(self.store, self._cache, self._report, options or PolicyOptions())
-        self.store.host_pool.limit_bytes = self._tuner.options.host_memory_limit_bytes
-        self._host_trimmer = HostTrimmer(self.store, self._cache, self._tuner, self._report)
+        parts = (self.store, self.recorder, self._report)
+        self.lifecycle = Lifecycle(*parts, options or PolicyOptions())
+        """Decides which plan an iteration follows."""
+        self._executor = self.lifecycle.executor
+        self.store.host_pool.limit_bytes = self.options.host_memory_limit_bytes
         self._policy: Optional[PassPolicy] = None
         """The policy of the latest pass."""
         self._num_verified_iterations = num_verified_iterations
         if num_verified_iterations > 0:
             self.store.verifier = Verifier(backend)
-        self._last_plan: Optional[Plan] = None
-        """The plan of the last iteration: the one it followed, or the one made from it."""
-        self._next_plan: Optional[Plan] = None
-        """The plan with which the next iteration starts."""
-        self._executor = PlanExecutor(self.store, self._recorder, self._cache, self._tuner)
         self.graphs = GraphCaptures(self.store)
         """The CUDA graph captures."""
         self.replayed: dict[str, ReplayedPass] = {}
         """Passes replayed by whole-chunk graphs, by chunk name."""
-        parts = (self.store, self._tuner, self.graphs, self.replayed)
-        self._report_builder = ReportBuilder(self._report, *parts)
+        self._report_builder = ReportBuilder(
+            self._report, self.store, self.lifecycle, self.graphs, self.replayed
+        )
 
     @property
     def report(self) -> RankReport:
         """Statistics of the last complete iteration."""
-        return self._report_builder.build(self._last_plan)
+        return self._report_builder.build()
 
     @property
     def do_offload(self) -> bool:
@@ -165,12 +152,7 @@ class OffloadEngine:
     @property
     def options(self) -> PolicyOptions:
         """The planning options."""
-        return self._tuner.options
-
-    @property
-    def recorder(self) -> Recorder:
-        """What records iterations that follow no plan."""
-        return self._recorder
+        return self.lifecycle.planner.options
 
     @property
     def has_begun(self) -> bool:
@@ -187,33 +169,10 @@ class OffloadEngine:
         """Number of groups that the running forward pass has so far."""
         return 0 if self._now.chunk is None else len(self._now.chunk.groups)
 
-    def measure_bandwidth(self) -> Optional[Bandwidth]:
-        """Return the bandwidth of copies, measured at the first call; None if it cannot be.
-
-        Call between iterations.
-        """
-        return self._tuner.measure_bandwidth()
-
     @property
     def plan(self) -> Optional[Plan]:
         """The plan being followed, or else that of the last iteration; None if there is none."""
-        return self._now.plan or self._last_plan
-
-    def read_times(self) -> None:
-        """Update the plan from timed iterations that the device has finished.
-
-        Call between iterations.
-        """
-        self._tuner.read_clocks()
-        if self._last_plan is not None:
-            # Updated for the same steps.
-            self._last_plan = self._cache.find(self._last_plan.trace.steps_key) or self._last_plan
-            self._next_plan = self._cache.plan_after(self._last_plan)
-
-    @property
-    def assignment(self) -> Assignment:
-        """What backward recomputes of each layer; empty: as the model was built."""
-        return self._cache.assignment
+        return self._now.plan or self.lifecycle.last_plan
 
     def change_assignment(self, assignment: Assignment) -> None:
         """Follow only plans of this assignment, which the layers have from the next pass on.
@@ -224,16 +183,8 @@ class OffloadEngine:
         Raises:
             RuntimeError: An iteration has begun and not ended.
         """
-        if assignment == self._cache.assignment:
+        if assignment == self.lifecycle.plans.assignment:
             return
-        self.require_no_iteration()
-        self._tuner.read_clocks()
-        self._cache.assignment = assignment
-        self._recorder.forget_storages()
-        self._last_plan = self._next_plan = self._cache.newest()
-
-    def require_no_iteration(self) -> None:
-        """Raise ``RuntimeError`` if an iteration has begun and not ended."""
         self._restart_if_abandoned()
         now = self._now
         if now.num_steps or any(chunk.awaits_backward for chunk in now.passes):
@@ -242,6 +193,7 @@ class OffloadEngine:
                 "backward reads what its forward has saved; change them after the schedule has "
                 "returned"
             )
+        self.lifecycle.change_assignment(assignment)
 
     def change_target(self, target_memory_bytes: Optional[int]) -> None:
         """Limit the device peak, drop all plans, and record the next iteration.
@@ -251,24 +203,14 @@ class OffloadEngine:
         Args:
             target_memory_bytes: The limit; None to move all that may.
         """
-        options = replace(self._tuner.options, target_memory_bytes=target_memory_bytes)
-        self._tuner.change_options(options)
-        self._cache.clear()
-        self._last_plan = self._next_plan = None
-
-    def predict_overheads(self) -> None:
-        """Only predict the overhead of plans, as for iterations that are captured afterwards."""
-        self._tuner.tries_plans = False
+        options = replace(self.options, target_memory_bytes=target_memory_bytes)
+        if not self.lifecycle.change_options(options):
+            self.lifecycle.drop_plans()
 
     @property
     def is_settled(self) -> bool:
         """Whether all measurements for plans are done, and the last plan is final."""
-        return self._tuner.is_settled(self._last_plan)
-
-    @property
-    def plan_facts(self) -> Optional[PlanFacts]:
-        """The proven facts about the latest plan."""
-        return self._tuner.facts
+        return self.lifecycle.is_settled
 
     @property
     def peak_drop_bytes(self) -> dict[str, int]:
@@ -276,8 +218,7 @@ class OffloadEngine:
 
         Empty before the first iteration has ended. See [Note: Freed is not saved] in ``plan.peak``.
         """
-        plan = self._last_plan
-        return self._tuner.peak_drop(plan).by_module if plan is not None else {}
+        return self.lifecycle.peak_drop.by_module
 
     # The life of a pass and of its groups.
 
@@ -299,11 +240,12 @@ class OffloadEngine:
         self._report.pp_rank = pp_rank
         if policy != self._policy:
             self._policy = policy
-            if self._tuner.change_options(policy.applied_to(self._tuner.options)):
+            if self.lifecycle.change_options(policy.applied_to(self.options)):
                 self._executor.leave_plan(self._now, self._now.num_steps)
-                self._last_plan = self._next_plan = None
-        self._begin_trial()
         now = self._now
+        if not now.has_begun:
+            now.has_begun = True
+            self.lifecycle.enter_iteration(now, self.are_marks_in_graphs)
         now.num_entered += 1
         if now.trial is not None and now.trial.is_left_out:
             return
@@ -315,7 +257,7 @@ class OffloadEngine:
 
     def _prepare_pass(self, policy: PassPolicy) -> None:
         """Called before a pass with gradients begins."""
-        self.leave_open_regions()
+        self.regions.leave_open()
         self.graphs.close()
         self.graphs.min_numel = policy.min_numel
 
@@ -347,74 +289,17 @@ class OffloadEngine:
         group, self._now.started = self._now.started, None
         return None if group is None or self._stays(group) else group
 
-    # Regions. C++ works on the same stack.
+    # Regions.
 
     def enter(self) -> None:
         """Enter the region of the last started group: tensors saved inside belong to it."""
         if not self.store.enter(self):
-            self._enter_region(self.region_flag)
+            self.regions.enter(self.take_started(), self)
 
     def leave(self) -> None:
         """Leave the region."""
-        if self.store.leave(self):
-            return
-        entered = self.regions[-1]
-        if isinstance(entered, tuple):
-            hooks, before = entered
-            hooks.__exit__()
-            if self.region_flag is not None:
-                self.region_flag.set(before)
-        self.regions.pop()
-
-    def _enter_region(self, flag: Optional[RegionFlag]) -> None:
-        """Enter the region of the last started group.
-
-        Args:
-            flag: Set if the group has saved-tensor hooks: see :attr:`region_flag`.
-        """
-        group = self.take_started()
-        if group is not None and self._others_save():
-            group.kinds_staying |= Staying.TAKEN.bit
-            group = None
-        if group is None:
-            self.regions.append(None)
-            return
-        hooks = saved_tensors_hooks(*self.store.hooks(group, self))
-        before = self.region_flag is not None and self.region_flag.is_set
-        self.regions.append((hooks, before))
-        hooks.__enter__()
-        if flag is not None and group.name not in flag.without:
-            flag.set(True)
-
-    def leave_open_regions(self) -> None:
-        """Leave the regions that an exception has left open. No pass begins inside a region."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is None and not self.regions:
-            return
-        while hooks is not None and self.store.is_own_hook(hooks[0]):
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        before = [entered for entered in self.regions if entered is not None]
-        if before and self.region_flag is not None:
-            self.region_flag.set(before[0][1] if isinstance(before[0], tuple) else before[0])
-        self.regions.clear()
-
-    def _others_save(self) -> bool:
-        """Return whether other saved-tensor hooks are active, which must see all saved tensors.
-
-        A non-reentrant checkpoint counts saved tensors in forward and in recomputation: if it
-        missed some in one of them, backward would get the wrong tensors.
-        """
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is None or self.store.is_own_hook(hooks[0]):
-            return False
-        if not self._has_warned_of_others:
-            self._has_warned_of_others = True
-            logger.warning(
-                "a group runs under other saved-tensor hooks (of a checkpoint, of save_on_cpu), so "
-                "nothing of it moves"
-            )
-        return True
+        if not self.store.leave(self):
+            self.regions.leave()
 
     def run_checkpoint(self, run: Callable[[], Any]) -> Any:
         """Run a checkpoint; the tensors that it saves form a group.
@@ -431,7 +316,7 @@ class OffloadEngine:
             return run()
         self.start_group(CHECKPOINT_INPUTS)
         # Without the flag: the modules inside save nothing, and must run as in the recomputation.
-        self._enter_region(None)
+        self.regions.enter(self.take_started(), self, sets_flag=False)
         try:
             output = run()
         finally:
@@ -468,15 +353,23 @@ class OffloadEngine:
 
     def end_iteration(self) -> None:
         """End an iteration, once all its passes have been issued, with or without backward."""
-        now = self._now
+        now, life, builder = self._now, self.lifecycle, self._report_builder
         now.chunk = None
         if now.num_steps > 0:
-            self._finish_iteration()
+            life.finish(now, self._report.pp_rank)
+            builder.note_iteration(self._clear_iteration())
+            # The allocator is read at every mark only while its readings are needed.
+            self.recorder.reads_memory = False
         elif now.trial is not None or (now.has_begun and self.are_marks_in_graphs):
-            self._finish_without_marks()
-        if self._now is now:
+            builder.note_iteration(None if life.finish_without_marks(now) else CountedModules())
+            self._now = Iteration()
+        else:
             # No marks: there were no gradients, or a chunk was replayed as one graph.
             self._now = Iteration()
+            return
+        if self._report.num_iterations >= self._num_verified_iterations:
+            self.stop_verifying()
+        life.trim_host_memory()
 
     @property
     def are_marks_in_graphs(self) -> bool:
@@ -492,27 +385,6 @@ class OffloadEngine:
         return True
 
     # A pass that is captured as a whole (graphs/offload.py).
-
-    def follow(self, plan: Plan, clock: Optional[StepClock] = None) -> None:
-        """Follow ``plan`` in the coming pass, which must match it.
-
-        Args:
-            plan: The plan of another engine.
-            clock: Times the pass; None for no timing.
-        """
-        self._last_plan = self._next_plan = plan
-        self._executor.is_bound = True
-        self._executor.clock = clock
-
-    def plan_for_replays(self, times: Sequence[Times]) -> None:
-        """Replan from replays of graphs in which a pass follows this engine's plan.
-
-        Args:
-            times: Times of each replay.
-        """
-        plan = self._last_plan
-        if plan is not None:
-            self._last_plan = self._next_plan = self._tuner.improve(plan, times)
 
     def release_all(self) -> None:
         """Release all groups that are being offloaded."""
@@ -545,11 +417,11 @@ class OffloadEngine:
         self._clear_iteration()
         self.store.recover()
         self._now.has_begun, self._now.is_incomplete = before.has_begun, True
-        self._next_plan = None
+        self.lifecycle.next = None
 
     def finish_report(self) -> None:
         """Add the times of iterations that the device has finished to the report."""
-        self._report_builder.finish(self._last_plan, self.wanted_modules)
+        self._report_builder.finish(self.wanted_modules)
 
     def close(self) -> None:
         """Free the host memory. Saved tensors cannot be read afterwards."""
@@ -710,83 +582,8 @@ class OffloadEngine:
     def _advance(self, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
         """Process a mark: see :meth:`PlanExecutor.come_to`."""
         if self._now.num_steps == 0:
-            self._begin_iteration()
+            self.lifecycle.begin(self._now)
         self._executor.come_to(self._now, kind, at)
-
-    def _begin_trial(self) -> None:
-        """At an iteration's first model chunk, decide whether the iteration is part of a trial."""
-        if self._now.has_begun:
-            return
-        self._now.has_begun = True
-        if not self.are_marks_in_graphs and not self._executor.is_bound:
-            self._now.trial = self._tuner.begin_trial(self._next_plan, self._report.num_iterations)
-
-    def _finish_without_marks(self) -> None:
-        """End an iteration without marks: the engine was bypassed, or graphs replayed all of it."""
-        trial = self._now.trial
-        is_trial = False
-        if trial is not None:
-            self._tuner.end_trial(trial, was_followed=False)
-            self._tuner.read_clocks()
-            # Without marks, the number of micro-batches identifies the iteration.
-            plan = self._last_plan = self._cache.find_like(trial.plan, self._now.num_entered)
-            self._next_plan = self._cache.plan_after(plan) if plan is not None else None
-            is_trial = plan is not None and self._tuner.is_tried(plan)
-        self._report.is_left_out = is_trial
-        if not is_trial:  # otherwise the report keeps the previous iteration's figures
-            self._report_builder.counted = CountedModules()
-        self._report_builder.note_iteration()
-        self._host_trimmer.end_iteration(self._last_plan)
-
-    def _begin_iteration(self) -> None:
-        gradients = self.store.backend.gradients
-        if self._report.num_iterations == 1 and gradients is not None:
-            self._tuner.resident_gradient_bytes = gradients.count()
-        self.store.recover()
-        self._executor.begin(self._now, self._next_plan)
-
-    def _finish_iteration(self) -> None:
-        self._drop_plans_beyond_limit()
-        now, plan = self._now, self._now.plan
-        if now.steps is not None:
-            now.num_steps = now.steps.end_of(now.num_steps)
-        was_followed = plan is not None and len(plan.trace.steps) == now.num_steps
-        if now.trial is not None:
-            self._tuner.end_trial(now.trial, was_followed and plan is now.trial.plan)
-        if plan is not None and was_followed and plan is self._next_plan:  # from its first step
-            self._tuner.note_followed(plan, now.probe)
-        if plan is not None and not was_followed:
-            self._recorder.steps.extend(plan.trace.steps[: now.num_steps])
-            plan = None
-        if plan is None and not now.is_incomplete:
-            # It departed from its plan, or ended early: another plan may still match it.
-            plan = self._cache.find(self._recorded_key()) or self._make_plan()
-        self._tuner.read_clocks()
-        is_next = plan is self._last_plan and plan is self._next_plan
-        if plan is None:
-            self._next_plan = None
-        elif not (is_next and self._cache.is_repeated(plan, now.num_entered)):
-            self._cache.note_order(plan, now.num_entered)
-            # The plan for the same steps; it may have been rebuilt.
-            self._last_plan = self._cache.find(plan.trace.steps_key)
-            self._next_plan = self._cache.plan_after(plan)
-        self._report.is_left_out = False
-        self._report_builder.note_iteration()
-        if self._report.num_iterations >= self._num_verified_iterations:
-            self.stop_verifying()
-        self._report_builder.counted = self._clear_iteration()
-        # The allocator is read at every mark only while its readings are needed.
-        self._recorder.reads_memory = False
-        self._host_trimmer.end_iteration(self._last_plan)
-
-    def _drop_plans_beyond_limit(self) -> None:
-        """Drop plans that exceed the pool's limit after a failed allocation has lowered it."""
-        limit_bytes = self.store.host_pool.limit_bytes
-        if limit_bytes == self._tuner.options.host_memory_limit_bytes:
-            return
-        options = replace(self._tuner.options, host_memory_limit_bytes=limit_bytes)
-        if self._tuner.change_options(options):
-            self._executor.leave_plan(self._now, self._now.num_steps)
 
     def stop_verifying(self) -> None:
         """Stop verifying what comes back, if it is verified."""
@@ -801,19 +598,12 @@ class OffloadEngine:
                 self._num_verified_iterations,
             )
 
-    def _recorded_key(self) -> StepsKey:
-        return StepsKey(tuple(self._recorder.steps), self._cache.assignment)
-
-    def _make_plan(self) -> Plan:
-        trace = self._recorder.finish(self._report.pp_rank, self._now.groups)
-        return self._tuner.make(replace(trace, assignment=self._cache.assignment)).plan
-
     def _clear_iteration(self) -> CountedModules:
         self.delayed.clear()
         self.store.copy_streams.forget_waits()
         self._executor.clear(self._now)
         counted = self.store.end_iteration()
-        self._recorder.clear()
+        self.recorder.clear()
         self._now = Iteration()
         return counted
 

@@ -30,7 +30,7 @@ buffers that an exception has left without an owner.
 Pinned memory beyond the requested bytes has three parts. *Slack*: requests are rounded up to a size
 class, by less than a sixteenth for 8 KiB or more. *Unusable*: memory that was free when a slab was
 added, but in ranges that were too short. *Spare*: the part of the last slab that is not needed yet,
-or no longer; it is freed once plans are settled (``host_trim``). Waste is the first two. While
+or no longer; it is freed once plans are settled (``lifecycle``). Waste is the first two. While
 buffers are only allocated, as in a forward pass, a slab cannot hold the next buffer only if its
 remainder is shorter than the buffer, which is a sixteenth of a slab added for that size; so waste
 stays below an eighth of the memory in use. If forward and backward alternate and sizes vary, free

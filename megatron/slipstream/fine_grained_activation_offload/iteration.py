@@ -9,8 +9,11 @@ from typing import Any, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
-from megatron.slipstream.fine_grained_activation_offload.plan_entry import IterationProbe
-from megatron.slipstream.fine_grained_activation_offload.tuner import TrialIteration
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import (
+    IterationProbe,
+    PlanEntry,
+    TrialIteration,
+)
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.trace import GroupKey
 
@@ -28,7 +31,7 @@ class Iteration:
     """Number of times that forward has entered a model chunk, with or without the engine."""
     trial: Optional[TrialIteration] = None
     """Its part in a cost trial, which may run it without the engine."""
-    plan: Optional[Plan] = None
+    entry: Optional[PlanEntry] = None
     """The plan being followed; None if no plan matches."""
     has_layout: bool = False
     """Whether host buffers follow the plan's layout: [Note: Layouts] in ``host_pool``."""
@@ -47,6 +50,11 @@ class Iteration:
     """The current forward pass; None outside training passes."""
     started: Optional[OffloadTensorGroup] = None
     """A started group whose region is not yet entered."""
+
+    @property
+    def plan(self) -> Optional[Plan]:
+        """The plan being followed; None if no plan matches."""
+        return None if self.entry is None else self.entry.plan
 
     @property
     def groups(self) -> dict[GroupKey, OffloadTensorGroup]:

@@ -14,6 +14,7 @@ it comes again, however rarely.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Iterable
@@ -26,15 +27,9 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
 )
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
-from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
-from megatron.slipstream.fine_grained_activation_offload.plan_entry import (
-    IterationProbe,
-    PlanEntry,
-)
+from megatron.slipstream.fine_grained_activation_offload.planner import Planner
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
-from megatron.slipstream.fine_grained_activation_offload.step_clock import StepClock
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
-from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
 from megatron.slipstream.plan.actions import Action, ActionKind, Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import Step, StepKind
@@ -51,46 +46,17 @@ class PlanExecutor:
     Args:
         store: Moves the groups.
         recorder: Records steps that are in no plan.
-        cache: Holds the plans.
-        tuner: Decides which iterations are measured.
+        planner: Has the plans and their options.
     """
 
-    def __init__(
-        self, store: ActivationStore, recorder: Recorder, cache: PlanCache, tuner: Tuner
-    ) -> None:
+    def __init__(self, store: ActivationStore, recorder: Recorder, planner: Planner) -> None:
         self.store = store
         """Moves the groups."""
         self._recorder = recorder
-        self._cache = cache
-        self._tuner = tuner
+        self._planner = planner
         self._fallback = Fallback(store, recorder)
         self.is_bound = False
         """Whether departing from the plan is an error: a captured pass must match its plan."""
-        self.clock: Optional[StepClock] = None
-        """Times a captured pass; None to take no times."""
-
-    def begin(self, now: Iteration, plan: Optional[Plan]) -> None:
-        """Begin an iteration.
-
-        Args:
-            now: The iteration.
-            plan: The plan that it is expected to follow, if any.
-        """
-        now.plan = plan
-        if plan is None:
-            self._recorder.reads_memory = True
-            self._recorder.watch_gradients()
-            return
-        entry = self._cache.entry_of(plan)
-        if entry is not None:
-            self._follow_layout(now, entry)
-        now.probe = IterationProbe(self.clock, None) if self.clock else self._tuner.probe(plan)
-        if entry is not None and now.probe is None:
-            now.steps = entry.steps_by(self.store.compile_steps)
-            if now.steps is not None:
-                now.steps.leaves_out_marks = self._cache.is_only(entry)
-        if now.probe is not None and now.probe.clock is not None:
-            self.store.copy_streams.timings = now.probe.clock.timings
 
     def come_to(self, now: Iteration, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
         """Perform the actions due at a mark.
@@ -134,7 +100,7 @@ class PlanExecutor:
         """Perform the iteration's remaining steps in Python."""
         if now.steps is not None and now.steps.leaves_out_marks:
             self.leave_plan(now, now.num_steps)
-            self._cache.note_departure()
+            self._planner.plans.note_departure()
         now.steps = None
 
     def leave_plan(self, now: Iteration, num_steps: int) -> None:
@@ -150,7 +116,7 @@ class PlanExecutor:
             now.steps = None
         if now.plan is None:
             return
-        planned, now.plan, now.has_layout = now.plan.trace.steps[:num_steps], None, False
+        planned, now.entry, now.has_layout = now.plan.trace.steps[:num_steps], None, False
         self._recorder.steps.extend(planned)
         commits = (step.key for step in planned if step.kind is StepKind.FORWARD_COMMIT)
         self._fallback.adopt(filter(None, map(now.find, commits)))
@@ -177,10 +143,12 @@ class PlanExecutor:
             )
         self.stop_measuring(now)
         now.has_layout = False
-        plan = self._cache.find_beginning((*departed.trace.steps[:index], step))
-        if plan is not None:
-            now.plan = plan
-            self._catch_up(now, plan, index)
+        entry = self._planner.plans.find_beginning((*departed.trace.steps[:index], step))
+        if entry is not None:
+            now.entry = entry
+            # Perform the earlier actions of a plan that the iteration switches to midway.
+            for action in itertools.chain(*entry.plan.actions[:index]):
+                self.perform(now, action)
             return
         logger.info(
             "step %d, %s, is not in the plan: deciding group by group until the iteration ends, "
@@ -191,18 +159,12 @@ class PlanExecutor:
         self.leave_plan(now, index)
         self._recorder.steps.append(step)
 
-    def _catch_up(self, now: Iteration, plan: Plan, index: int) -> None:
-        """Perform the earlier actions of a plan that the iteration switches to midway."""
-        for due in plan.actions[:index]:
-            for action in due:
-                self.perform(now, action)
-
     def _go_on_without_plan(
         self, now: Iteration, index: int, kind: StepKind, at: OffloadTensorGroup | Step
     ) -> None:
         if len(self._recorder.steps) == index:
             self._recorder.add_step(Step(kind, at.key, at.name))
-        chunk, options = now.passes[at.key.chunk_pass], self._tuner.options
+        chunk, options = now.passes[at.key.chunk_pass], self._planner.options
         if not isinstance(at, Step):
             self._fallback.come_to_group(kind, at, chunk, options)
         elif kind in (StepKind.OUTPUT_START, StepKind.BACKWARD_START):
@@ -237,17 +199,10 @@ class PlanExecutor:
             numbers = plan.trace.group_by_key[action.key].storages if now.has_layout else None
             self.store.copy_out(group, kept=kept, numbers=numbers)
 
-    def _follow_layout(self, now: Iteration, entry: PlanEntry) -> None:
-        pool = self.store.host_pool
-        layout = entry.layout_in(pool)
-        now.has_layout = layout is not None and pool.follow(layout)
-
     def _note_layout(self, now: Iteration) -> None:
         """Count an iteration that departed from its layout."""
-        if now.has_layout and not self.store.host_pool.follows_layout:
-            entry = self._cache.entry_of(now.plan)
-            if entry is not None:
-                entry.num_layouts_left += 1
+        if now.has_layout and now.entry and not self.store.host_pool.follows_layout:
+            now.entry.num_layouts_left += 1
 
 
 class Fallback:

@@ -17,10 +17,9 @@ from megatron.slipstream.fine_grained_activation_offload.counted_modules import 
     sum_of,
 )
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphCaptures
+from megatron.slipstream.fine_grained_activation_offload.lifecycle import Lifecycle
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters, RankReport
-from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
-from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.render import render_plan
 
 MAX_ITERATIONS_SHOWN = 500
@@ -33,7 +32,7 @@ class ReportBuilder:
     Args:
         report: The report. Other parts write to it directly as well.
         store: Moves the groups.
-        tuner: Measures the plans.
+        lifecycle: Makes and measures the plans.
         graphs: The CUDA graph captures.
         replayed: Passes replayed by graphs of whole chunks, by chunk name.
     """
@@ -42,13 +41,13 @@ class ReportBuilder:
         self,
         report: RankReport,
         store: ActivationStore,
-        tuner: Tuner,
+        lifecycle: Lifecycle,
         graphs: GraphCaptures,
         replayed: Mapping[str, ReplayedPass],
     ) -> None:
         self._report = report
         self._store = store
-        self._tuner = tuner
+        self._lifecycle = lifecycle
         self._graphs = graphs
         self._replayed = replayed
         self.counted: Optional[CountedModules] = None
@@ -62,8 +61,13 @@ class ReportBuilder:
         """Host time at the end of the last iteration."""
         keep_warnings()
 
-    def note_iteration(self) -> None:
-        """Record the end of an iteration."""
+    def note_iteration(self, counted: Optional[CountedModules]) -> None:
+        """Record the end of an iteration.
+
+        Args:
+            counted: Its counters; None to keep those of the iteration before.
+        """
+        self.counted = counted or self.counted
         report, allocated = self._report, self._store.host_pool.allocated_bytes
         report.num_iterations += 1
         replayed = (*self._graphs.of_layers.values(), *self._replayed.values())
@@ -77,9 +81,9 @@ class ReportBuilder:
             self._iteration_ms.append(1e3 * (now - self._ended_at))
         self._ended_at = now
 
-    def build(self, plan: Optional[Plan]) -> RankReport:
-        """Return the report of the last complete iteration, whose plan is ``plan``."""
-        report, pool = self._report, self._store.host_pool
+    def build(self) -> RankReport:
+        """Return the report of the last complete iteration."""
+        report, pool, plan = self._report, self._store.host_pool, self._lifecycle.last_plan
         if self.counted is not None:
             report.modules = self.counted.by_name()
             report.late_groups = {str(key): n for key, n in self.counted.late_groups.items()}
@@ -97,25 +101,24 @@ class ReportBuilder:
             report.num_kept_for_host_memory = plan.num_kept_for_host_memory
         return report
 
-    def finish(self, plan: Optional[Plan], wanted_modules: Sequence[str]) -> None:
+    def finish(self, wanted_modules: Sequence[str]) -> None:
         """Add the times of iterations that the device has finished.
 
         Args:
-            plan: The plan of the last iteration.
             wanted_modules: ``offload_modules`` of the model.
         """
-        self._tuner.read_clocks()
-        report = self.build(plan)
-        times = self._tuner.times_of(plan)
-        drops = self._tuner.peak_drop(plan).by_module if plan is not None else {}
+        self._lifecycle.read_clocks()
+        report, last = self.build(), self._lifecycle.last
+        times = last.latest_times if last is not None else None
+        drops = self._lifecycle.peak_drop.by_module
         for name, counters in report.modules.items():
             counters.peak_drop_bytes = drops.get(name, 0)
             counters.stall_ms = times.stall_ms_by_module.get(name, 0.0) if times else 0.0
-        if plan is not None:
-            self._tuner.report_plan(plan)
+        if last is not None:
+            self._lifecycle.planner.report_plan(last)
         if self._replayed:
             plans = (f"{name}:\n{render_plan(each.plan)}" for name, each in self._replayed.items())
             report.plan = "\n".join(plans)
-        met = {*(plan.trace.names if plan is not None else ()), *report.graphs}
+        met = {*(last.plan.trace.names if last is not None else ()), *report.graphs}
         report.absent_modules = [name for name in wanted_modules if name not in met]
         report.warnings = keep_warnings()

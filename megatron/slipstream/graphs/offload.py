@@ -71,7 +71,7 @@ class PlannedPass:
 
     def plan_again(self, times: Sequence[Times]) -> None:
         """Replan from the times of the slot's replays."""
-        self.engine.plan_for_replays(times)
+        self.engine.lifecycle.plan_for_replays(times)
 
 
 class ChunkOffloading:
@@ -127,7 +127,9 @@ class ChunkOffloading:
         engine = self._make_engine(min(self._num_verified, NUM_UNTIMED_RUNS))
         takes_time = engine.store.backend.takes_time
         num_runs = NUM_TIMED_RUNS if times_replays else NUM_RUNS_WITHOUT_REPLAYS
-        engine.predict_overheads()  # A replayed graph costs the host nothing for each group.
+        engine.lifecycle.tries_plans = (
+            False  # A replayed graph costs the host nothing for each group.
+        )
         self.host_bytes = self.moved_bytes = 0
         self._slots.clear()
 
@@ -247,7 +249,7 @@ class SlotOffloading:
         if self._clock is not None:
             self._clock.restart()
         self._of_chunk.begin_pass(self._engine)
-        self._engine.follow(self._plan, self._clock)
+        self._engine.lifecycle.follow_captured(self._plan, self._clock)
         with self._graph():
             with self._of_chunk.marks_go_to(self._engine):
                 yield

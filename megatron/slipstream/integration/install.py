@@ -28,7 +28,7 @@ from megatron.slipstream.fine_grained_activation_offload.engine_setup import (
     host_limit,
     open_backend,
 )
-from megatron.slipstream.fine_grained_activation_offload.region import RegionFlag
+from megatron.slipstream.fine_grained_activation_offload.regions import RegionFlag
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.fine_grained_activation_offload.run_metadata import environment, settings
 from megatron.slipstream.integration.layers.tiled_model import fill_tiles, tiles_of
@@ -175,7 +175,7 @@ def _make_manager(
     manager.config = config
     manager.report.settings = settings(config)
     manager.engine.moves_checkpoint_inputs = config.moves_checkpoint_inputs
-    manager.engine.region_flag = _region_flag()
+    manager.engine.regions.flag = _region_flag()
     manager.fill_report = fill_tiles
     if config.activation_memory_budget is not None:
         from megatron.slipstream.integration.budget.memory_budget import MemoryBudget

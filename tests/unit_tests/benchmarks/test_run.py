@@ -22,7 +22,7 @@ from benchmarks.rows import Row, RowWriter, read_rows
 from benchmarks.variant import VariantRun, _Figures
 from benchmarks.ways import Way
 from benchmarks.worker import EXIT_WAY_FAILED
-from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
+from megatron.slipstream.fine_grained_activation_offload.lifecycle import Lifecycle
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_trace
@@ -324,7 +324,7 @@ def test_the_command_does_not_time_a_plan_that_is_not_settled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # Its ranks are forked.
-    monkeypatch.setattr(Tuner, "is_settled", lambda *_: False)
+    monkeypatch.setattr(Lifecycle, "is_settled", False)
     result = benchmark(
         *"--case smoke --modules core_attn+attn_proj --engines slipstream --figures memory".split(),
         *f"--max-planning 3 --max-iterations 10 --output {tmp_path}".split(),

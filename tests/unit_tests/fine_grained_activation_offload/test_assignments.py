@@ -66,7 +66,7 @@ def test_the_order_of_iterations_says_nothing_across_assignments() -> None:
     for _ in range(3):
         for assignment in (KEEP, MLP):
             (plan,) = run(manager, assignment, ONE)
-            assert manager.engine._next_plan is plan
+            assert manager.engine.lifecycle.next.plan is plan
 
 
 @pytest.mark.parametrize("backend", ["cpu", LAZY_NATIVE])
@@ -75,15 +75,15 @@ def test_marks_are_left_out_under_each_assignment(backend: str) -> None:
     manager = make_manager(backend)
     run(manager, KEEP, *[ONE] * 3)
     run(manager, MLP, *[ONE] * 3)
-    cache = manager.engine._cache
-    entry = cache.entry_of(manager.plan)
+    cache = manager.engine.lifecycle.plans
+    entry = manager.engine.lifecycle.last
     assert entry is not None
     assert cache.is_only(entry)
     cache.note_departure()
     assert not cache.is_only(entry)
     manager.engine.change_assignment(KEEP)
     assert manager.plan is not None
-    entry = cache.entry_of(manager.plan)
+    entry = manager.engine.lifecycle.last
     assert entry is not None
     assert cache.is_only(entry)
 
@@ -92,7 +92,7 @@ def test_what_was_held_outside_is_found_again() -> None:
     """Positions in groups stand for other storages under another assignment."""
     manager = make_manager("cpu")
     run(manager, KEEP, ONE)
-    recorder = manager.engine._recorder
+    recorder = manager.engine.recorder
     recorder.held_outside.update(
         (stage, group, position)
         for stage in (0,)

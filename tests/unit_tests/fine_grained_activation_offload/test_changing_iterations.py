@@ -17,8 +17,11 @@ from toy_model import make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
-from megatron.slipstream.fine_grained_activation_offload.plan_cache import MAX_PLANS, PlanCache
-from megatron.slipstream.fine_grained_activation_offload.plan_entry import PlanEntry
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import (
+    MAX_PLANS,
+    Phase,
+    PlanCache,
+)
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.candidates import PolicyOptions
@@ -75,15 +78,15 @@ def test_a_count_that_came_once_in_between_is_not_expected_again() -> None:
     run(manager, [4, 4, 2])
     for _ in range(4):
         run(manager, [4])
-        assert manager.engine._next_plan is manager.plan
+        assert manager.engine.lifecycle.next.plan is manager.plan
         assert num_passes(manager) == 4
 
 
 def test_a_count_that_came_after_another_twice_is_expected_again() -> None:
     manager = make_engine()
     run(manager, [4, 2, 4, 2, 4])
-    assert manager.engine._next_plan is not None
-    assert len({group.key.chunk_pass for group in manager.engine._next_plan.groups}) == 2
+    assert manager.engine.lifecycle.next is not None
+    assert len({group.key.chunk_pass for group in manager.engine.lifecycle.next.plan.groups}) == 2
 
 
 @pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
@@ -167,7 +170,7 @@ def test_a_pass_that_failed_before_its_first_mark_leaves_nothing() -> None:
     manager.init_model_chunk_offload_handler(0, None, None, 1)  # Out of memory in the embedding.
     run(manager, [2] * 3)
     assert manager.report.num_plans == num_plans
-    assert len(manager.engine._cache) == 1
+    assert len(manager.engine.lifecycle.plans) == 1
 
 
 def test_options_that_change_within_an_iteration_lose_none_of_its_steps() -> None:
@@ -241,28 +244,24 @@ def test_a_run_that_ends_without_the_engine_tells_what_moved_with_it() -> None:
 def test_only_an_iteration_like_the_last_two_leaves_the_cache_as_it_is() -> None:
     manager = make_engine()
     run(manager, [1, 2])
-    one, two = manager.engine._cache.plans()
     cache = PlanCache()
-    for plan in (one, two):
-        cache.put(PlanEntry(plan))
+    one, two = map(cache.put, manager.engine.lifecycle.plans.plans())
     is_repeated = []
-    for plan in (one, one, one, two, one, one, one):
-        cache.note_order(plan, 1)
+    for entry in (one, one, one, two, one, one, one):
+        cache.note_order(entry, 1)
         is_repeated.append(cache.is_repeated(one, 1))
     assert is_repeated == [False, False, True, False, False, False, True]
     assert not cache.is_repeated(one, 2), "another number of passes"
     assert not cache.is_repeated(two, 1)
-    again = PlanEntry(replace(one))
-    cache.put(again)
-    assert not cache.is_repeated(one, 1)
-    assert cache.entry_of(one) is None
-    assert cache.entry_of(again.plan) is again
-    cache.note_order(again.plan, 1)
-    cache.forget(again.plan)
-    assert cache.entry_of(again.plan) is None
-    cache.note_order(two, 1)
+    plan, one.phase = one.plan, Phase.SETTLED
+    assert cache.put(replace(plan)) is one, "a plan made again has the entry of the former one"
+    assert one.plan is not plan
+    assert one.phase is Phase.WARM_UP
+    cache.forget(one)
+    assert one not in cache
+    assert two in cache
     cache.clear()
-    assert cache.entry_of(two) is None
+    assert two not in cache
 
 
 def test_the_plan_that_was_used_last_is_forgotten_last() -> None:
@@ -272,13 +271,13 @@ def test_the_plan_that_was_used_last_is_forgotten_last() -> None:
     for count in range(2, MAX_PLANS + 4):
         run(manager, [count, 1], num_layers=1)
     assert manager.report.num_plans == num_plans + MAX_PLANS + 2, "one for each other count"
-    assert len(manager.engine._cache) == MAX_PLANS
+    assert len(manager.engine.lifecycle.plans) == MAX_PLANS
 
 
 def test_no_clock_is_kept_where_nothing_takes_time() -> None:
     manager = make_manager("cpu")
     run(manager, [2] * 12)
-    assert manager.engine._tuner._read_later == []
+    assert manager.engine.lifecycle._clocks == []
 
 
 def test_a_group_whose_end_departs_from_the_plan_is_released_once(

@@ -14,7 +14,7 @@ from host_bound import Engine, HostBound, train
 from timed_backend import TimedBackend
 from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload import copy_rates, plan_entry, tuner
+from megatron.slipstream.fine_grained_activation_offload import copy_rates, plan_cache, planner
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backend import (
     Bytes,
@@ -84,7 +84,7 @@ def test_a_plan_made_from_times_has_the_rates_of_its_iterations(
     monkeypatch.setattr(copy_rates, "MIN_NBYTES", 1)
     backend = SlowBesideCompute()
     manager = PipelineOffloadManager(OffloadEngine(backend))
-    measure = tuner.measure_link
+    measure = planner.measure_link
 
     def measure_alone(store: ActivationStore) -> Bandwidth | None:
         backend.is_in_iteration = False
@@ -93,7 +93,7 @@ def test_a_plan_made_from_times_has_the_rates_of_its_iterations(
         finally:
             backend.is_in_iteration = True
 
-    monkeypatch.setattr(tuner, "measure_link", measure_alone)
+    monkeypatch.setattr(planner, "measure_link", measure_alone)
     chunks = make_chunks(1)
     expected = run_schedule(chunks, SCHEDULES["accumulation"], None)
     for _ in range(1 + NUM_WARMUPS + NUM_TIMED + 1):
@@ -139,8 +139,8 @@ def test_what_makes_copies_faster_is_said_once(
     rank: int,
     cure: str | None,
 ) -> None:
-    monkeypatch.setattr(tuner, "are_slow", lambda *_: True)
-    monkeypatch.setattr(plan_entry.PlanEntry, "is_as_predicted", False)
+    monkeypatch.setattr(planner, "are_slow", lambda *_: True)
+    monkeypatch.setattr(plan_cache.PlanEntry, "is_as_predicted", False)
     monkeypatch.setattr(HostBound, "cure_of_slow_copies", cure)
     engine = Engine(HostBound(copy_ms=0.001), 80.0)
     engine.report.rank = rank

@@ -37,7 +37,11 @@ def bytes_that_left_in_vain(total: ModuleCounters) -> int:
 
 def plan_steps(manager: PipelineOffloadManager) -> Optional[tuple[object, ...]]:
     """Of the plan that the next iteration begins with."""
-    return None if manager.engine._next_plan is None else manager.engine._next_plan.trace.steps
+    return (
+        None
+        if manager.engine.lifecycle.next is None
+        else manager.engine.lifecycle.next.plan.trace.steps
+    )
 
 
 def test_what_the_new_plan_has_begun_by_then_begins_at_once(backend: str) -> None:

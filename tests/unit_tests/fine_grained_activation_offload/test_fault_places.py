@@ -20,7 +20,7 @@ from hand_driven import LAZY_NATIVE, HandDriven
 from torch.autograd.graph import saved_tensors_hooks
 from toy_model import all_equal, make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload.region import RegionFlag
+from megatron.slipstream.fine_grained_activation_offload.regions import RegionFlag
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 
 SCHEDULE = "F0.0 F0.1 B0.0 B0.1"
@@ -196,7 +196,7 @@ def test_a_region_that_an_interrupt_leaves_open_is_left(
     flags = SimpleNamespace(is_active=False)
     rig = Rig(backend)
     manager = rig.renew(0)
-    manager.engine.region_flag = RegionFlag(flags, "is_active", frozenset())
+    manager.engine.regions.flag = RegionFlag(flags, "is_active", frozenset())
     original = getattr(saved_tensors_hooks, method)
 
     def interrupted(hooks: Any, *arguments: Any) -> None:

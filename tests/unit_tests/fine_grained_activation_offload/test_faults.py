@@ -192,7 +192,7 @@ def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
         figures.update(_alive_in_cpp(is_on_gpu=manager.store.backend.name == "cuda"))
     if manager.store.backend.name != "cuda":
         # There autograd releases an iteration that failed in another thread: see below.
-        figures["plans"] = len(manager.engine._cache)
+        figures["plans"] = len(manager.engine.lifecycle.plans)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         figures["device bytes"] = torch.cuda.memory_allocated()
@@ -218,7 +218,7 @@ def test_nothing_is_left_behind_over_many_faults(
     # An iteration that failed shows when autograd has release what it saved. One that does not
     # show in time is taken for the next one's beginning, and planned with it: once for each fault
     # at most, and never used again.
-    assert len(rig.manager.engine._cache) <= 1 + len(faults)
+    assert len(rig.manager.engine.lifecycle.plans) <= 1 + len(faults)
 
 
 @pytest.mark.parametrize("backend", DEVICES)

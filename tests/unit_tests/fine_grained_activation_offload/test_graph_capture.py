@@ -395,7 +395,7 @@ def test_one_set_for_all_micro_batches_moves_what_moves_in_any_of_them() -> None
                 else group
                 for group in plan.groups
             ]
-            manager.engine._last_plan = dataclasses.replace(plan, groups=tuple(groups))
+            manager.engine.lifecycle.last.plan = dataclasses.replace(plan, groups=tuple(groups))
         warm_up(chunks, manager)
         step(chunks, manager, "F0 B0")
         manager.graphs.close()

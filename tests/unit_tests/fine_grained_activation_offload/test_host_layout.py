@@ -19,7 +19,7 @@ from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_sched
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostAllocation, HostPool
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
-from megatron.slipstream.fine_grained_activation_offload.plan_entry import (
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import (
     MAX_LAYOUTS_LEFT,
     Phase,
     PlanEntry,
@@ -258,7 +258,7 @@ def test_a_buffer_is_given_once_in_an_iteration(is_back: bool, is_native: bool) 
 def test_a_layout_goes_with_its_slabs(is_native: bool) -> None:
     """The buffers of an earlier layout lie in memory that has been returned."""
     plan = build_plan(trace_of(one_f_one_b(2, 0, 3), Model(2)), PolicyOptions())
-    entry = PlanEntry(plan, phase=Phase.SETTLED)
+    entry = PlanEntry(plan, plan.trace.steps_key, phase=Phase.SETTLED)
     pool = make_pool([4 << 20], is_native)
     before = entry.layout_in(pool)
     assert before is not None
@@ -319,7 +319,7 @@ def test_gradients_are_right_if_nothing_comes_back_as_planned(
         vars(changed)["actions"] = actions  # a cached property
         return changed
 
-    (entry,) = manager.engine._cache._entries.values()
+    (entry,) = manager.engine.lifecycle.plans._entries.values()
     compile_steps, perform = manager.store.compile_steps, manager.engine._executor.perform
     entry.steps = compile_steps(without_reloads(entry.plan))
     monkeypatch.setattr(
@@ -328,7 +328,7 @@ def test_gradients_are_right_if_nothing_comes_back_as_planned(
         lambda now, action: action.kind is ActionKind.H2D or perform(now, action),
     )
     for _ in range(2):
-        assert manager.engine._next_plan is entry.plan
+        assert manager.engine.lifecycle.next.plan is entry.plan
         assert all_equal(expected, run_schedule([chunk], schedule, manager))
         assert manager.report.total.num_late > 0
         assert manager.store.host_pool.in_use_bytes == 0
@@ -352,7 +352,7 @@ def test_where_sizes_vary_the_pool_is_asked_for_good() -> None:
     expected = {rows: run_schedule(chunks, SCHEDULE, None, rows=rows) for rows in (70, 50)}
     for rows in (70, 70, 50, 70, 50, 70, 50, 50):
         assert all_equal(expected[rows], run_schedule(chunks, SCHEDULE, manager, rows=rows))
-    (entry,) = manager.engine._cache._entries.values()
+    (entry,) = manager.engine.lifecycle.plans._entries.values()
     assert entry.num_layouts_left == MAX_LAYOUTS_LEFT
     assert entry.phase is not Phase.WARM_UP
     with patch.object(HostPool, "follow", side_effect=AssertionError("a layout is followed")):

@@ -56,8 +56,8 @@ class Scarce(LazyCpuBackend):
 def test_what_the_schedule_needs(backend: str) -> None:
     manager = make_manager(backend)
     run_schedule(make_chunks(2), SCHEDULE, manager)
-    assert manager.engine._last_plan is not None
-    assert manager.engine._last_plan.needed_host_bytes == NEEDED_BYTES
+    assert manager.engine.lifecycle.last_plan is not None
+    assert manager.engine.lifecycle.last_plan.needed_host_bytes == NEEDED_BYTES
 
 
 # The limit of the user.
@@ -93,7 +93,7 @@ def test_while_recording_groups_stay_as_they_come_and_then_by_plan(
         assert manager.report.total.num_kept_for_host_memory == 0, "the plan fits"
         assert manager.report.host_growth_bytes == 0
     assert manager.report.num_plans == 1
-    plan = manager.engine._last_plan
+    plan = manager.engine.lifecycle.last_plan
     assert plan is not None
     assert manager.report.total.d2h_bytes == plan.moved_nbytes
     assert manager.store.host_pool.high_water_bytes <= limit_bytes

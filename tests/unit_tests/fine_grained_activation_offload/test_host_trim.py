@@ -11,10 +11,10 @@ import torch
 from host_bound import Engine, HostBound, train
 from toy_model import SCHEDULES, all_equal, make_chunks, micro_batch, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload import host_trim
+from megatron.slipstream.fine_grained_activation_offload import lifecycle
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
-from megatron.slipstream.fine_grained_activation_offload.host_trim import NUM_ALIKE
+from megatron.slipstream.fine_grained_activation_offload.lifecycle import NUM_ALIKE
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.candidates import PolicyOptions
 
@@ -146,7 +146,7 @@ def test_where_sizes_vary_the_pool_stays() -> None:
 def test_plans_that_change_for_ever_have_memory_pinned_only_so_often(
     max_times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_trim, "MAX_TIMES", max_times)
+    monkeypatch.setattr(lifecycle, "MAX_TRIMS", max_times)
     backend = SmallSlabs()
     manager = PipelineOffloadManager(OffloadEngine(backend))
     train_settled(manager)

@@ -69,9 +69,9 @@ def test_a_planned_iteration_is_never_late_and_moves_what_is_planned(backend: st
         run_schedule(chunks, SCHEDULES["1F1B first of four"], manager)
     total = manager.report.total
     assert total.num_late == 0
-    assert manager.engine._last_plan is not None
-    assert total.d2h_bytes == total.h2d_bytes == manager.engine._last_plan.moved_nbytes
-    assert total.freed_bytes == manager.engine._last_plan.moved_nbytes
+    assert manager.engine.lifecycle.last_plan is not None
+    assert total.d2h_bytes == total.h2d_bytes == manager.engine.lifecycle.last_plan.moved_nbytes
+    assert total.freed_bytes == manager.engine.lifecycle.last_plan.moved_nbytes
     assert manager.report.num_plans == 1
 
 
@@ -408,7 +408,7 @@ def test_what_the_last_groups_saved_is_learnt_too(backend: str, has_head: bool) 
 
     manager = make_manager(backend)
     step(manager)
-    assert len(manager.engine._recorder.held_outside) == len(chunk.layers)
+    assert len(manager.engine.recorder.held_outside) == len(chunk.layers)
     for _ in range(2):
         step(manager)
         assert manager.report.total.d2h_copies == 0
@@ -578,7 +578,7 @@ def _run_with_marks(
         for index in range(num_backwards):
             (output + doubled).sum().backward(retain_graph=index + 1 < num_backwards)
         steps = (
-            manager.plan.trace.steps if manager.plan is not None else manager.engine._recorder.steps
+            manager.plan.trace.steps if manager.plan is not None else manager.engine.recorder.steps
         )
         found = [str(step) for step in steps if not step.is_of_group]
         manager.reset()

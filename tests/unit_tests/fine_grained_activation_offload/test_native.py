@@ -28,7 +28,7 @@ from megatron.slipstream.fine_grained_activation_offload.markers import offload_
 from megatron.slipstream.fine_grained_activation_offload.native_store import make_store
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
-from megatron.slipstream.fine_grained_activation_offload.region import RegionFlag
+from megatron.slipstream.fine_grained_activation_offload.regions import RegionFlag, Regions
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan import selection
 from megatron.slipstream.plan.actions import ActionKind
@@ -400,21 +400,21 @@ def test_marks_of_a_followed_plan_are_not_python_s(
     """Except the start of an iteration's first group, which chooses the plan, and its end."""
     chunks, schedule = make(), SCHEDULES["1F1B first of two"]
     calls: list[str] = []
-    come_to, enter_region = PlanExecutor.come_to, OffloadEngine._enter_region
+    come_to, enter_region = PlanExecutor.come_to, Regions.enter
 
     def come(executor: PlanExecutor, now: Any, kind: Any, at: Any) -> None:
         calls.append(f"{at.key}:{kind.value}")
         come_to(executor, now, kind, at)
 
-    def enter(engine: OffloadEngine, flag: Any) -> None:
+    def enter(regions: Regions, *arguments: Any) -> None:
         calls.append("enter")
-        enter_region(engine, flag)
+        enter_region(regions, *arguments)
 
     manager = make_manager(LAZY_NATIVE)
     for _ in range(4):
         assert is_right(manager, schedule, chunks)
     monkeypatch.setattr(PlanExecutor, "come_to", come)
-    monkeypatch.setattr(OffloadEngine, "_enter_region", enter)
+    monkeypatch.setattr(Regions, "enter", enter)
     assert is_right(manager, schedule, chunks)
     assert manager.report.total.num_groups_moved > 0
     assert calls == ["0.0:FS", "enter", "0.0:BE"]
@@ -455,7 +455,7 @@ def test_the_flag_is_set_in_tracked_regions_alone_and_is_what_it_was_afterwards(
 ) -> None:
     manager, chunks = make_manager(LAZY_NATIVE), marked_chunks()
     flag = Flag()
-    manager.engine.region_flag = RegionFlag(flag, "is_set", frozenset(without))
+    manager.engine.regions.flag = RegionFlag(flag, "is_set", frozenset(without))
     was, seen = False, set()
 
     def check(*_: Any) -> None:
@@ -472,7 +472,7 @@ def test_the_flag_is_set_in_tracked_regions_alone_and_is_what_it_was_afterwards(
         run_schedule(chunks, SCHEDULES["accumulation"], manager)
         assert flag.is_set is was
     assert seen >= {(True, False), (True, True)}
-    assert manager.engine.regions == []
+    assert manager.engine.regions.entered == []
 
 
 class Stop(Exception):
@@ -492,7 +492,7 @@ def test_an_exception_in_a_region_leaves_no_hooks() -> None:
     with pytest.raises(Stop):
         run_schedule(chunks, schedule, manager)
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert manager.engine.regions == []
+    assert manager.engine.regions.entered == []
     failing.remove()
     for _ in range(2):
         assert is_right(manager, schedule, chunks)

@@ -53,9 +53,9 @@ def test_a_target_that_is_met_without_moving_is_warned_of(
     """The first plan has no times and moves all; the one made from times moves nothing."""
     trace = make_trace()
     manager = make_manager("cpu", target_memory_bytes=1 << 40)
-    tuner = manager.engine._tuner
-    tuner._has_moved = True
-    plan = tuner.make(trace).plan
+    planner = manager.engine.lifecycle.planner
+    planner._has_moved = True
+    plan = planner.make(trace).plan
     assert trace.step_ms
     assert trace.memory
     assert plan.moved_nbytes == 0

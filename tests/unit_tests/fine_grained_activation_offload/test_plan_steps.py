@@ -17,7 +17,7 @@ from hand_driven import LAZY_NATIVE, HandDriven
 from megatron.slipstream.fine_grained_activation_offload.group import GroupState
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
-from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanEntry
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
@@ -44,7 +44,7 @@ class OneGroup:
         self.saved = self.hand.save(self.group, torch.arange(NBYTES // 4, dtype=torch.float32))
         chunk.commit_group("group")
         self.store.commit(self.group)
-        self.executor = PlanExecutor(self.store, self.hand.recorder, PlanCache(), Mock())
+        self.executor = PlanExecutor(self.store, self.hand.recorder, Mock())
 
     @property
     def residence(self) -> Residence:
@@ -67,7 +67,7 @@ class OneGroup:
             silent=(),
             tracks=lambda _: True,
         )
-        self.now.plan, self.now.num_steps = plan, 0
+        self.now.entry, self.now.num_steps = PlanEntry(plan, Mock()), 0
         self.now.steps = self.store.compile_steps(plan)
         self.executor.come_to(self.now, MARK.kind, MARK)
         assert self.now.plan is plan, "it did not depart"

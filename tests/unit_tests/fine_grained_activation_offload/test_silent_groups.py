@@ -88,7 +88,7 @@ def test_marks_are_left_out_and_the_plan_is_followed(silent: Any) -> None:
     chunk, manager = silent
     for _ in range(3):
         assert run(chunk, manager) == 1, "the first group starts in Python"
-        assert manager.engine._next_plan is manager.plan is not None
+        assert manager.engine.lifecycle.next.plan is manager.plan is not None
         assert manager.report.num_plans == 1
         assert manager.report.modules["first"].num_groups == 3
 
@@ -102,7 +102,7 @@ def test_in_python_none_is_left_out() -> None:
 def test_an_iteration_that_departs_is_planned_when_it_comes_again(silent: Any) -> None:
     chunk, manager = silent
     run(chunk, manager, TWO)
-    assert manager.engine._next_plan is None, "some of its marks are unknown"
+    assert manager.engine.lifecycle.next is None, "some of its marks are unknown"
     assert run(chunk, manager, TWO) == NUM_GROUPS, "it is recorded"
     assert manager.report.num_plans == 2
     for _ in range(NUM_ALIKE + 1):
@@ -126,7 +126,7 @@ def test_an_isolated_iteration_is_planned(backend: str, other: str) -> None:
     assert manager.plan is not None
     num_passes = {key.chunk_pass for key in manager.plan.trace.group_by_key}
     assert len(num_passes) == other.count("F"), "the last iteration had its plan"
-    assert manager.engine._next_plan is not None
+    assert manager.engine.lifecycle.next is not None
 
 
 @pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
@@ -166,7 +166,7 @@ def test_offloading_is_suspended_between_forward_and_backward(silent: Any) -> No
     manager.enable_offload()
     manager.reset()
     assert torch.equal(expected, actual)
-    assert manager.engine._next_plan is None, "some of its marks are unknown"
+    assert manager.engine.lifecycle.next is None, "some of its marks are unknown"
     assert run(chunk, manager) == NUM_GROUPS
     assert manager.report.num_plans == 1, "it is the first one again"
 

@@ -155,7 +155,7 @@ def test_an_iteration_that_departs_is_not_taken_for_its_plans_time() -> None:
     for _ in range(6):
         run_schedule(chunks, SCHEDULES["accumulation"], manager)
         run_schedule(chunks, SCHEDULES["1F1B first of two"], manager)
-    for entry in manager.engine._cache._entries.values():
+    for entry in manager.engine.lifecycle.plans._entries.values():
         assert len(entry.plan.trace.step_ms) in (0, len(entry.plan.trace.steps))
 
 

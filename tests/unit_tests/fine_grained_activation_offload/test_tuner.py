@@ -16,7 +16,7 @@ from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
     CostTrial,
 )
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
-from megatron.slipstream.fine_grained_activation_offload.plan_entry import Phase, PlanEntry
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import Phase, PlanEntry
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     MAX_ROUNDS,
     NUM_TIMED,
@@ -44,7 +44,7 @@ def _followed(plan: Plan, ms: float, peak_share: float) -> PlanEntry:
     assert peaks is not None
     peak = round(peaks[1] * peak_share)
     readings = tuple(MemoryReading(peak, peak, 0) for _ in plan.trace.steps)
-    entry = PlanEntry(plan, planned_ms=PLANNED_MS, num_rounds=1)
+    entry = PlanEntry(plan, plan.trace.steps_key, planned_ms=PLANNED_MS, num_rounds=1)
     entry.times = [Times((ms,), (), {})] * 3
     entry.memory = readings
     return entry
@@ -81,39 +81,41 @@ def test_waits_that_a_plan_foresaw_are_no_cost_of_its_groups_at_first(
         trial.note_with(off_ms * (1 + percent / 100))
         trial.note_without(off_ms)
     manager = PipelineOffloadManager(OffloadEngine(TimedBackend(), options))
-    entry = PlanEntry(plan, planned_ms=PLANNED_MS, num_trials=num_trials)
-    manager.engine._cache.put(entry)
-    manager.engine._tuner._leave_trial(entry, trial, is_affordable=False)
-    again = manager.engine._cache.entry_of(manager.engine._cache.find(trace.steps_key))
-    assert again is not None
+    lifecycle = manager.engine.lifecycle
+    entry = lifecycle.plans.put(plan)
+    entry.planned_ms, entry.num_trials = PLANNED_MS, num_trials
+    num_moving = entry.num_moving
+    lifecycle._leave_trial(entry, trial, is_affordable=False)
+    assert entry in lifecycle.plans
     costs_ms = (1 + MARGIN) * (percent - (0 if counts_waits else waits_ms))
-    assert again.plan.trace.ms_per_moved_group == pytest.approx(costs_ms / entry.num_moving)
+    assert entry.plan.trace.ms_per_moved_group == pytest.approx(costs_ms / num_moving)
     moved_gb = plan.moved_nbytes / 1e9
-    assert again.plan.trace.ms_per_moved_gb == pytest.approx(costs_ms / moved_gb)
-    assert again.num_trials == num_trials
+    assert entry.plan.trace.ms_per_moved_gb == pytest.approx(costs_ms / moved_gb)
+    assert entry.num_trials == num_trials
 
 
 def test_times_of_replays_replace_those_of_iterations() -> None:
     """Eager iterations of another plan are no measure of what a group costs in a graph."""
     manager = PipelineOffloadManager(OffloadEngine(TimedBackend()))
     trace = one_pass(Model(num_layers=4))
-    manager.engine._tuner._bandwidth = Bandwidth(50.0, 40.0, 50.0, 40.0)
-    entry = manager.engine._tuner.make(trace)
+    manager.engine.lifecycle.planner._bandwidth = Bandwidth(50.0, 40.0, 50.0, 40.0)
+    entry = manager.engine.lifecycle.planner.make(trace)
     entry.num_rounds, entry.earlier = MAX_ROUNDS, ((0, 1e-3),)
     entry.times = [Times((1e3,) * len(trace.steps), (), {})]
     times = [Times((3.0,) * len(trace.steps), (), {})] * NUM_TIMED
-    improved = manager.engine._tuner.improve(entry.plan, times)
-    assert set(improved.trace.step_ms) == {3.0}
-    assert improved.trace.ms_per_moved_group == 0.0
-    again = manager.engine._cache.entry_of(improved)
-    assert again is not None
-    assert again.earlier == ((entry.num_moving, pytest.approx(3.0 * len(trace.steps))),)
-    assert again.num_rounds <= 1
+    num_moving = entry.num_moving
+    manager.engine.lifecycle.last = entry
+    manager.engine.lifecycle.plan_for_replays(times)
+    trace = entry.plan.trace
+    assert set(trace.step_ms) == {3.0}
+    assert trace.ms_per_moved_group == 0.0
+    assert entry.earlier == ((num_moving, pytest.approx(3.0 * len(trace.steps))),)
+    assert entry.num_rounds <= 1
 
 
 @pytest.mark.parametrize("num_rounds", [0, 1, 2])
 def test_memory_is_read_in_every_round_before_anything_is_timed(num_rounds: int) -> None:
-    entry = PlanEntry(_plan(), num_rounds=num_rounds)
+    entry = PlanEntry(plan := _plan(), plan.trace.steps_key, num_rounds=num_rounds)
     phases = []
     for _ in range(NUM_WARMUPS + NUM_TIMED + 2):
         phases.append(entry.phase)
@@ -124,7 +126,7 @@ def test_memory_is_read_in_every_round_before_anything_is_timed(num_rounds: int)
 
 @pytest.mark.parametrize("phase", [Phase.TRIAL, Phase.SETTLED, Phase.DECLINED])
 def test_iterations_alone_end_no_later_phase(phase: Phase) -> None:
-    entry = PlanEntry(_plan(), phase=phase)
+    entry = PlanEntry(plan := _plan(), plan.trace.steps_key, phase=phase)
     for _ in range(10):
         entry.note_followed()
     assert entry.phase is phase

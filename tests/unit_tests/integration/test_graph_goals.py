@@ -25,7 +25,7 @@ from toy_model import SCHEDULES, make_chunks, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
-from megatron.slipstream.fine_grained_activation_offload.plan_entry import NUM_UNTIL_TIMED
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import NUM_UNTIL_TIMED
 from megatron.slipstream.integration.graphs import goals
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.options.fields import OffloadConfig
@@ -156,7 +156,7 @@ def test_after_that_many_iterations_a_plan_has_been_updated_from_times(is_late: 
     manager = PipelineOffloadManager(
         OffloadEngine(backend, PolicyOptions(max_overhead_percent=50.0))
     )
-    manager.engine.predict_overheads()
+    manager.engine.lifecycle.tries_plans = False
     chunks = make_chunks()
     backend.has_come = not is_late
     for _ in range(NUM_UNTIL_TIMED):
@@ -164,7 +164,7 @@ def test_after_that_many_iterations_a_plan_has_been_updated_from_times(is_late: 
     assert manager.plan is not None
     assert bool(manager.plan.trace.step_ms) is not is_late
     backend.has_come = True
-    manager.engine.read_times()
+    manager.engine.lifecycle.read_times()
     assert manager.plan.trace.step_ms
     before = manager.report.num_iterations
     run_schedule(chunks, SCHEDULES["accumulation"], manager)

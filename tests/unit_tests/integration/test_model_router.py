@@ -492,7 +492,7 @@ def test_models_with_layers_in_graphs_have_engines_of_their_own(router: Any) -> 
     first, second = map(router.manager_of, chunks)
     assert first.graphs is not second.graphs
     plain = router.manager_of(without := Chunk())
-    tries = [manager.engine._tuner.tries_plans for manager in (first, second, plain)]
+    tries = [manager.engine.lifecycle.tries_plans for manager in (first, second, plain)]
     assert tries == [False, False, True], "graphs cost the host nothing for each group"
     del without
     from megatron.core.pipeline_parallel import fine_grained_activation_offload

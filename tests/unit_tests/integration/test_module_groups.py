@@ -127,7 +127,7 @@ def _live(rank: int, world_size: int, port: int) -> dict[str, Any]:
         run()
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     found["hooks after a failure"] = hooks is not None
-    found["regions after a failure"] = len(manager.engine.regions)
+    found["regions after a failure"] = len(manager.engine.regions.entered)
     fails.config.activation_func = activation
     found["losses"] += [run()[0].item(), run()[0].item()]
     found["groups"] = {name: item.num_groups for name, item in manager.report.modules.items()}

@@ -184,12 +184,12 @@ def test_the_facade_passes_on_a_tensor_that_nothing_marks(manager: PipelineOfflo
     assert start(tensor, "core_attn") is tensor
     result = _end_group(tensor, "core_attn")
     assert result is not tensor
-    assert [str(step) for step in manager.engine._recorder.steps] == [
+    assert [str(step) for step in manager.engine.recorder.steps] == [
         "0.0.core_attn:FS",
         "0.0.core_attn:FC",
     ]
     result.sum().backward()
-    assert str(manager.engine._recorder.steps[-1]) == "0.0.core_attn:BU"
+    assert str(manager.engine.recorder.steps[-1]) == "0.0.core_attn:BU"
 
 
 def test_a_group_ends_by_its_name_not_by_its_place(manager: PipelineOffloadManager) -> None:
@@ -202,12 +202,12 @@ def test_a_group_ends_by_its_name_not_by_its_place(manager: PipelineOffloadManag
     for name in ("core_attn", "attn_norm", "attn_proj"):
         tensor = _end_group(tensor, name)
     ended = [
-        step.name for step in manager.engine._recorder.steps if step.kind is StepKind.FORWARD_COMMIT
+        step.name for step in manager.engine.recorder.steps if step.kind is StepKind.FORWARD_COMMIT
     ]
     assert ended == ["attn_norm", "attn_proj"]
     tensor.sum().backward()
     used = [
-        step.name for step in manager.engine._recorder.steps if step.kind is StepKind.BACKWARD_USE
+        step.name for step in manager.engine.recorder.steps if step.kind is StepKind.BACKWARD_USE
     ]
     assert used == ["attn_proj", "attn_norm"]
 
@@ -229,7 +229,7 @@ def test_commits_are_delayed_while_a_graph_is_launched_and_keep_their_order(
     facade.exit_replay()
 
     def named(kind: StepKind) -> list[str]:
-        return [step.name for step in manager.engine._recorder.steps if step.kind is kind]
+        return [step.name for step in manager.engine.recorder.steps if step.kind is kind]
 
     assert named(StepKind.FORWARD_COMMIT) == []
     facade.flush_delayed_groups()
@@ -244,7 +244,7 @@ def test_what_models_say_when_a_pass_begins_arrives(manager: PipelineOffloadMana
     _begin_pass()
     (chunk,) = manager.engine._now.passes
     assert (chunk.vp_stage, chunk.min_offloaded_tensor_size) == (1, 7)
-    options, defaults = manager.engine._tuner.options, defaults_of_later_options()
+    options, defaults = manager.engine.options, defaults_of_later_options()
     for name in defaults.keys() & VALUES.keys():
         said = VALUES if releases.models_pass_their_rank() else defaults
         assert getattr(options, name) == said[name]

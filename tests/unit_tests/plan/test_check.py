@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from make_trace import DEFAULT_NBYTES, Model, one_f_one_b, one_pass, trace_of
 
-from megatron.slipstream.fine_grained_activation_offload import engine, tuner
+from megatron.slipstream.fine_grained_activation_offload import engine, planner
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
 from megatron.slipstream.plan import operations
 from megatron.slipstream.plan.actions import GroupPlan, Plan, StoragePlan
 from megatron.slipstream.plan.build import build_plan
@@ -415,13 +416,13 @@ def test_the_row_of_the_group_is_shown_however_long_the_plan(place: int) -> None
 def test_the_engine_follows_no_plan_that_was_not_proved() -> None:
     made = engine.OffloadEngine(CpuBackend())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuner, "build_plan", lambda *_: FOUR_LAYERS)
-        made._make_plan()
-        assert made.plan_facts == check_plan(FOUR_LAYERS)
+        patch.setattr(planner, "build_plan", lambda *_: FOUR_LAYERS)
+        made.lifecycle._plan_recorded(Iteration(), 0)
+        assert made.lifecycle.planner.facts == check_plan(FOUR_LAYERS)
         broken = change_group(FOUR_LAYERS, FIRST, free_step=0)
-        patch.setattr(tuner, "build_plan", lambda *_: broken)
+        patch.setattr(planner, "build_plan", lambda *_: broken)
         with pytest.raises(PlanError):
-            made._make_plan()
+            made.lifecycle._plan_recorded(Iteration(), 0)
 
 
 # Cost.

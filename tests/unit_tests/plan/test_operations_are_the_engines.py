@@ -161,14 +161,14 @@ def follow(case: Case, num_iterations: int = 1, is_read: bool = True) -> Followe
 
     chunks, schedule = case.chunks(), SCHEDULES[case.schedule]
     run(chunks, schedule, manager, backward)
-    plan = manager.engine._last_plan
+    plan = manager.engine.lifecycle.last_plan
     assert plan is not None
     manager.close()
     manager.watched.slabs.clear()
     for _ in range(num_iterations):
         manager.watch(plan.trace)
         run(chunks, schedule, manager, backward if is_read else announce)
-    assert manager.engine._last_plan is plan
+    assert manager.engine.lifecycle.last_plan is plan
     return Followed(plan, derive_schedule(plan), manager.watched)
 
 

@@ -1,7 +1,7 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// The saved-tensor hooks of a group's region, and its entry and exit: `enter` and `leave` in engine.py
-// are the reference.
+// The saved-tensor hooks of a group's region, and its entry and exit: regions.py is the
+// reference.
 
 #pragma once
 
@@ -63,8 +63,8 @@ class Regions {
     return hooks.has_value() && !PackHookObject::is(hooks->first.ptr(getPyInterpreter()));
   }
 
-  // Enters the region of the group that a mark in C++ started last. Appends to the engine's
-  // `regions` the flag's previous value, or None if the region has no hooks. Returns false, with
+  // Enters the region of the group that a mark in C++ started last. Appends to the
+  // engine's regions the flag's previous value, or None if the region has no hooks. Returns false, with
   // no effect, if Python must do it.
   static bool enter(const py::object& engine, const Steps& steps) {
     if (others_save()) return false;
@@ -72,28 +72,30 @@ class Regions {
     const auto group = std::exchange(store.started, nullptr);
     group->untracked_in = std::exchange(store.kept_in, py::none());
     const py::object regions = GET(engine, "regions");
+    const py::object entered = GET(regions, "entered");
     py::object before = py::none();
     if (group->untracked_in.is_none()) {
       auto [pack, unpack] = hooks(steps.owner_of_store, steps.store, group, engine);
       at::SavedTensorDefaultHooks::lazy_initialize();
       at::SavedTensorDefaultHooks::push_hooks(owned(std::move(pack)), owned(std::move(unpack)));
-      before = set_flag(GET(engine, "region_flag"), group->name);
+      before = set_flag(GET(regions, "flag"), group->name);
     }
-    if (PyList_Append(regions.ptr(), before.ptr()) != 0) throw py::error_already_set();
+    if (PyList_Append(entered.ptr(), before.ptr()) != 0) throw py::error_already_set();
     return true;
   }
 
   // Leaves the region entered last. Returns false, with no effect, if Python entered it.
   static bool leave(const py::object& engine) {
     const py::object regions = GET(engine, "regions");
-    const Py_ssize_t last = PyList_GET_SIZE(regions.ptr()) - 1;
+    const py::object entered = GET(regions, "entered");
+    const Py_ssize_t last = PyList_GET_SIZE(entered.ptr()) - 1;
     if (last < 0) return false;
-    const auto before = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(regions.ptr(), last));
+    const auto before = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(entered.ptr(), last));
     if (!before.is_none() && !PyBool_Check(before.ptr())) return false;
-    if (PyList_SetSlice(regions.ptr(), last, last + 1, nullptr) != 0) throw py::error_already_set();
+    if (PyList_SetSlice(entered.ptr(), last, last + 1, nullptr) != 0) throw py::error_already_set();
     if (before.is_none()) return true;
     at::SavedTensorDefaultHooks::pop_hooks();
-    const py::object flag = GET(engine, "region_flag");
+    const py::object flag = GET(regions, "flag");
     if (!flag.is_none() && before.ptr() == Py_False) {
       set_attribute(item(flag, 0), item(flag, 1).ptr(), before);
     }

@@ -79,7 +79,9 @@ class DeviceLimits:
             device_bytes = int(obtainable * (1 - MARGIN))
         # Frugal settings ran where others have run out.
         end_bytes = max(self._end_bytes, resident_bytes + frugal_bytes)
-        bandwidth = None if self._left_bytes is None else self._engine.measure_bandwidth()
+        bandwidth = (
+            None if self._left_bytes is None else self._engine.lifecycle.planner.measure_bandwidth()
+        )
         host_bytes = self._engine.store.host_pool.limit_bytes
         device_bytes = int(min(device_bytes, end_bytes))
         return Limits(device_bytes, resident_bytes, base_bytes, bandwidth, host_bytes)

@@ -323,7 +323,9 @@ def _offloading(wrapper: Any, num_slots: int, name: str) -> Optional[ChunkOffloa
             manager.store.close()
         limit_bytes = share_of_host_memory(pool, num_slots)
         engine = manager.make_graph_engine(limit_bytes, num_verified)
-        engine.change_assignment(manager.router.known_manager(wrapper).engine.assignment)
+        engine.change_assignment(
+            manager.router.known_manager(wrapper).engine.lifecycle.plans.assignment
+        )
         return engine
 
     def begin_pass(engine: OffloadEngine) -> None:

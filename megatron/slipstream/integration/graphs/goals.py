@@ -14,7 +14,7 @@ import logging
 from typing import Any, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
-from megatron.slipstream.fine_grained_activation_offload.plan_entry import NUM_UNTIL_TIMED
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import NUM_UNTIL_TIMED
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.options.model import moves_in_layer_graphs
 from megatron.slipstream.plan.candidates import PolicyOptions

@@ -315,7 +315,7 @@ def open_graphs(
     manager = _engine_of(layer)
     if manager is not None and not manager.graphs.is_open:
         require(preflight.check_graphs(preflight.collect()))
-        manager.engine.read_times()  # The device is idle: a capture begins.
+        manager.engine.lifecycle.read_times()  # The device is idle: a capture begins.
         warn_of_untimed_plan(manager.engine)
         manager.graphs.open(manager.plan, num_sets)
     return manager

@@ -168,7 +168,7 @@ class RoutedManager(PipelineOffloadManager):
         engine.store.host_pool.process_limit = self.store.host_pool.process_limit
         engine.store.host_pool.part_of = self.store.host_pool
         engine.moves_checkpoint_inputs = self.engine.moves_checkpoint_inputs
-        engine.region_flag = self.engine.region_flag
+        engine.regions.flag = self.engine.regions.flag
         return engine
 
 
@@ -308,7 +308,7 @@ class Router:
             model.manager = self._new_manager()
             if moves_in_layer_graphs(chunk.config):
                 # A replay costs the host nothing for each group, which a trial would measure.
-                model.manager.engine.predict_overheads()
+                model.manager.engine.lifecycle.tries_plans = False
         return model.manager
 
     def known_manager(self, model: torch.nn.Module) -> RoutedManager:
@@ -367,7 +367,7 @@ class Router:
                 budget.leave(chunk)
         except BaseException:
             if manager is not None:
-                manager.engine.leave_open_regions()
+                manager.engine.regions.leave_open()
             raise
         finally:
             self.begins_pass = began

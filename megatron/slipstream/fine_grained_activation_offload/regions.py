@@ -1,0 +1,110 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The regions of groups: tensors that are saved inside one belong to its group."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
+from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.plan.staying import Staying
+
+logger = logging.getLogger(__name__)
+
+
+class RegionFlag(NamedTuple):
+    """A flag that models set while code runs in a group's region."""
+
+    owner: Any
+    name: str
+    """Name of a bool attribute of ``owner``."""
+    without: frozenset[str]
+    """Names of groups in whose regions it is not set."""
+
+
+class Regions:
+    """The regions that an engine has entered. C++ works on the same stack and flag.
+
+    Args:
+        store: Saves the tensors.
+    """
+
+    def __init__(self, store: ActivationStore) -> None:
+        self._store = store
+        self.flag: Optional[RegionFlag] = None
+        """A flag that is true while a group's operations run."""
+        self.entered: list[None | bool | tuple[saved_tensors_hooks, bool]] = []
+        """Stack of entered regions: None for one without hooks; else the hooks and the flag's
+        previous value, or the latter alone if C++ entered the region."""
+        self._has_warned_of_others = False
+
+    def enter(
+        self, group: Optional[OffloadTensorGroup], reader: Any, sets_flag: bool = True
+    ) -> None:
+        """Enter a region.
+
+        Args:
+            group: Its group; None if saved tensors need not be tracked.
+            reader: See ``ActivationStore.hooks``.
+            sets_flag: Whether to set :attr:`flag`.
+        """
+        if group is not None and self._others_save():
+            group.kinds_staying |= Staying.TAKEN.bit
+            group = None
+        if group is None:
+            self.entered.append(None)
+            return
+        hooks, flag = saved_tensors_hooks(*self._store.hooks(group, reader)), self.flag
+        before = flag is not None and bool(getattr(flag.owner, flag.name))
+        self.entered.append((hooks, before))
+        hooks.__enter__()
+        if sets_flag and flag is not None and group.name not in flag.without:
+            setattr(flag.owner, flag.name, True)
+
+    def leave(self) -> None:
+        """Leave the region entered last."""
+        entered = self.entered[-1]
+        if isinstance(entered, tuple):
+            hooks, before = entered
+            hooks.__exit__()
+            self._restore_flag(before)
+        self.entered.pop()
+
+    def leave_open(self) -> None:
+        """Leave the regions that an exception has left open. No pass begins inside a region."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None and not self.entered:
+            return
+        while hooks is not None and self._store.is_own_hook(hooks[0]):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        before = [entered for entered in self.entered if entered is not None]
+        if before:
+            self._restore_flag(before[0][1] if isinstance(before[0], tuple) else before[0])
+        self.entered.clear()
+
+    def _restore_flag(self, is_set: bool) -> None:
+        if self.flag is not None:
+            setattr(self.flag.owner, self.flag.name, is_set)
+
+    def _others_save(self) -> bool:
+        """Return whether other saved-tensor hooks are active, which must see all saved tensors.
+
+        A non-reentrant checkpoint counts saved tensors in forward and in recomputation: if it
+        missed some in one of them, backward would get the wrong tensors.
+        """
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None or self._store.is_own_hook(hooks[0]):
+            return False
+        if not self._has_warned_of_others:
+            self._has_warned_of_others = True
+            logger.warning(
+                "a group runs under other saved-tensor hooks (of a checkpoint, of save_on_cpu), so "
+                "nothing of it moves"
+            )
+        return True
