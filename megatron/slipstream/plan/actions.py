@@ -79,9 +79,10 @@ class StoragePlan:
 
     def gone_step(self, trace: Trace) -> int:
         """Return the step at which its device memory is freed (``h2d_step`` if it never is)."""
+        gone = self.free_step
         # An invalid plan, rendered for its error, may name storages that are not in the trace.
-        storages = trace.storages[self.index : self.index + 1]
-        gone = max([self.free_step, *(storage.lingers_until for storage in storages)])
+        if 0 <= self.index < len(trace.storages):
+            gone = max(gone, trace.storages[self.index].lingers_until)
         return min(gone, self.h2d_step)
 
 

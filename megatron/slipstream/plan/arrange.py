@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.slipstream.plan.actions import ActionKind
 from megatron.slipstream.plan.edges import EDGES, OpKind
 from megatron.slipstream.plan.model import BYTES_PER_MS_AT_1_GB_PER_S, Floats, IterationModel, Job
 from megatron.slipstream.plan.operations import Issuer, Operation, Waits
@@ -91,7 +92,7 @@ def replay(model: IterationModel, moving: Collection[GroupKey], steps: Steps) ->
             walk.free(number)
         for number in returns.get(step, ()):
             walk.reload(number)
-        walk.use()
+        walk.read()
     return walk.timing()
 
 
@@ -121,23 +122,21 @@ def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     return found
 
 
-class _Walk:
+class _Walk(Issuer):
     """State of an iteration up to the current step: operations, time, bytes off the device."""
 
     def __init__(self, model: IterationModel, jobs: list[Job]) -> None:
+        super().__init__(model.trace, {job.key: job.storages for job in jobs}, _TIMED)
         self.jobs = jobs
         self.clock = Clock(model.trace, model.bandwidth)
         self.absent_bytes = 0.0
-        self.free_step = [-1] * len(jobs)
-        self.h2d_step = [-1] * len(jobs)
+        self.free_at = [-1] * len(jobs)
+        self.h2d_at = [-1] * len(jobs)
         self.step = -1
         self.copy_of: dict[GroupKey, int] = {}
         """For each group, the operation number of its D2H copy."""
         self._model = model
-        self._trace = model.trace
-        moved = {job.key: job.storages for job in jobs}
-        self._issuer = Issuer(model.trace, moved, self._run, _TIMED)
-        self._waits = Waits(_EDGES_OF_COPIES, self._issuer.buffers)
+        self._waits = Waits(_EDGES_OF_COPIES, self.buffers)
         self._num_operations = 0
         self._commit_at = {job.commit: job for job in jobs}
         self._use_at = {job.use for job in jobs}
@@ -160,10 +159,10 @@ class _Walk:
             self._count_freed_lingering()
         job = self._commit_at.get(step)
         if job is not None:
-            self._issuer.commit(step, self._trace.steps[step])
-            self._issuer.perform(step, job.d2h)
+            self.commit(step, self._trace.steps[step])
+            self.perform(step, job.action(ActionKind.D2H))
 
-    def _run(self, operation: Operation) -> None:
+    def issue(self, operation: Operation) -> None:
         """Time an operation that has been issued."""
         number = self._num_operations
         self._num_operations += 1
@@ -180,8 +179,8 @@ class _Walk:
 
     def free(self, number: int) -> None:
         """Release the storages of a group."""
-        self.free_step[number] = self.step
-        freed = self._issuer.perform(self.step, self.jobs[number].free)
+        self.free_at[number] = self.step
+        freed = self.perform(self.step, self.jobs[number].action(ActionKind.FREE))
         for item in freed:
             if self._trace.storages[item].lingers_until > self.step:
                 self._lingering.add(item)
@@ -193,23 +192,23 @@ class _Walk:
 
         Freeing and reloading a storage at the same step would gain nothing.
         """
-        free_step, step = self._issuer.free_step, self.step
-        return all(free_step.get(item, step) < step for item in self.jobs[number].storages)
+        free_step, step = self.free_step, self.step
+        return max([free_step.get(item, step) for item in self.jobs[number].storages]) < step
 
     def reload(self, number: int) -> None:
         """Start the H2D copy of a group."""
-        self.h2d_step[number] = self.step
-        reloading = self._issuer.perform(self.step, self.jobs[number].h2d)
+        self.h2d_at[number] = self.step
+        reloading = self.perform(self.step, self.jobs[number].action(ActionKind.H2D))
         for item in reloading:
             if item in self._lingering:
                 self._lingering.remove(item)
             else:
                 self.absent_bytes -= self._trace.storages[item].nbytes
 
-    def use(self) -> None:
+    def read(self) -> None:
         """If the step is a use, make compute wait for the H2D copies that it needs."""
         if self.step in self._use_at:
-            self._issuer.use(self.step, self._trace.steps[self.step])
+            self.use(self.step, self._trace.steps[self.step])
 
     def timing(self) -> Timing:
         """Return the result, once all steps are done."""
@@ -217,7 +216,7 @@ class _Walk:
         absent = np.array([*self._absent, *[self.absent_bytes] * left])
         present = self._model.present_bytes - absent
         steps = {
-            job.key: (self.free_step[number], self.h2d_step[number])
+            job.key: (self.free_at[number], self.h2d_at[number])
             for number, job in enumerate(self.jobs)
         }
         peak = float(present.max(initial=0.0))
@@ -270,7 +269,7 @@ class _Arrangement:
                 self._free_for_limit()
             if self._next_back < len(self._due) and self._due[self._next_back] <= step:
                 self._reload_due()
-            self._walk.use()
+            self._walk.read()
         return self._walk.timing()
 
     def _free_copied_out(self) -> None:
@@ -318,7 +317,8 @@ class _Arrangement:
             return True
         if step < self._due[place] or not self._walk.is_away(number):
             return False
-        return not job.in_bytes or bool(self._room[step : job.use].min() >= job.in_bytes)
+        room = np.minimum.reduce(self._room[step : job.use])
+        return not job.in_bytes or bool(room >= job.in_bytes)
 
     def _reload_due(self) -> None:
         walk = self._walk

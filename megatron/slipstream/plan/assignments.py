@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple, Optional
 
 from megatron.slipstream.plan.actions import host_intervals
-from megatron.slipstream.plan.build import build_plan, longest_intervals, storage_plans
+from megatron.slipstream.plan.build import longest_intervals, peak_by_count, storage_plans
 from megatron.slipstream.plan.candidates import (
     PolicyOptions,
     keep_within_host_memory,
@@ -26,7 +26,7 @@ from megatron.slipstream.plan.candidates import (
 )
 from megatron.slipstream.plan.lower_bounds import LowerBounds
 from megatron.slipstream.plan.model import IterationModel
-from megatron.slipstream.plan.search import Choice, choose_for_memory, fitting_groups
+from megatron.slipstream.plan.search import Choice, choose_for_memory
 from megatron.slipstream.plan.settings import Assignment, LayerSetting
 from megatron.slipstream.plan.templates import RankTemplates, ScheduledPass, Template
 from megatron.slipstream.plan.trace import GroupKey, Trace
@@ -63,18 +63,12 @@ class Limits(NamedTuple):
     """Options of a plan without times, which must be within the limit on the device peak, too: an
     assignment's first iteration follows it. None if there is no such iteration."""
 
-    def counted_bytes(self, trace: Trace) -> int:
+    def counted_bytes(self, model: IterationModel) -> int:
         """Return the device peak of the plan without times; 0 if there is none."""
         if self.counting is None:
             return 0
-        untimed = replace(trace, step_ms=(), bandwidth=None)
-        options = replace(
-            self.counting,
-            target_memory_bytes=None,
-            max_overhead_percent=None,
-            host_memory_limit_bytes=self.host_bytes,
-        )
-        return max(build_plan(untimed, options).device_bytes, default=0)
+        counting = replace(self.counting, host_memory_limit_bytes=self.host_bytes)
+        return peak_by_count(model, counting)
 
 
 class Score(NamedTuple):
@@ -192,20 +186,22 @@ class _Trial:
 
     def __init__(self, trace: Trace) -> None:
         self.model = IterationModel(trace)
-        self.movable = fitting_groups(self.model, [group.key for group in trace.groups])
+        self.movable = self.model.fitting_groups([group.key for group in trace.groups])
         self.bounds = LowerBounds(self.model, self.movable)
         self._counted: Optional[int] = None
 
     def counted_bytes(self, limits: Limits) -> int:
         """Return :meth:`Limits.counted_bytes` of its trace."""
         if self._counted is None:
-            self._counted = limits.counted_bytes(self.model.trace)
+            self._counted = limits.counted_bytes(self.model)
         return self._counted
 
-    def choice(self, movable: frozenset[GroupKey], target_bytes: int, max_steps: int) -> Choice:
+    def choice(
+        self, movable: frozenset[GroupKey], target_bytes: int, max_steps: int, most_ms: float
+    ) -> Choice:
         """Return what moves, of some groups."""
         bounds = self.bounds if movable == self.movable else None
-        return choose_for_memory(self.model, movable, target_bytes, max_steps, bounds)[0]
+        return choose_for_memory(self.model, movable, target_bytes, max_steps, bounds, most_ms)[0]
 
 
 class Judge:
@@ -221,6 +217,8 @@ class Judge:
         self.input_bytes = self._input_bytes(rank) if refines else 0
         """Bytes of the model's inputs that the search lets stay although they may move."""
         self.scores: dict[Assignment, Score] = {}
+        self._slower_than_ms: dict[Assignment, float] = {}
+        """For assignments that were given up: a time below that of each."""
         self.unlimited = Score(math.inf, math.inf)
         """The best score of an assignment that needs more host memory than there is."""
         self.num_steps = 0
@@ -257,7 +255,8 @@ class Judge:
 
     def improves(self, goal: Score, other: Assignment) -> bool:
         """Return whether an assignment is better than a goal."""
-        if goal.is_near(Score(0.0, self.compute_ms(other))):
+        least_ms = max(self.compute_ms(other), self._slower_than_ms.get(other, 0.0))
+        if goal.is_near(Score(0.0, least_ms)):
             return False
         if other in self.scores:
             return self.scores[other] < goal
@@ -265,9 +264,16 @@ class Judge:
         bound = self._bound(other, trial)
         if bound.excess_bytes > goal.excess_bytes + self.input_bytes or goal.is_near(bound):
             return False
-        score = self.scores[other] = self._score(other, trial)
+        # Where choices are refined, one that is too slow at first may become fast enough.
+        is_within = goal.excess_bytes == 0 and not self._refines
+        most_ms = (goal.total_ms - self.compute_ms(other)) / self._scale if is_within else math.inf
+        score = self._score(other, trial, most_ms=most_ms)
+        if math.isinf(score.excess_bytes):
+            self._slower_than_ms[other] = goal.total_ms
+            return False
         if goal <= score and self._refines:
-            score = self.scores[other] = self._score(other, trial, MAX_STEPS_OF_REFINING)
+            score = self._score(other, trial, MAX_STEPS_OF_REFINING)
+        self.scores[other] = score
         return score < goal
 
     def _trial(self, assignment: Assignment) -> _Trial:
@@ -283,20 +289,33 @@ class Judge:
             return Score(lowest_bytes - target, total_ms)
         return Score(0.0, total_ms + trial.bounds.least_stall_ms(target) * self._scale)
 
-    def _score(self, assignment: Assignment, trial: _Trial, max_steps: int = 0) -> Score:
-        """Plan an assignment; ``max_steps`` limits the work of improving on what moves."""
+    def _score(
+        self,
+        assignment: Assignment,
+        trial: _Trial,
+        max_steps: int = 0,
+        most_ms: float = math.inf,
+    ) -> Score:
+        """Plan an assignment.
+
+        Args:
+            assignment: The assignment.
+            trial: Its iteration.
+            max_steps: Limits the work of improving on what moves.
+            most_ms: Wait above which the assignment is of no use; its excess may be infinite.
+        """
         trace, (target, limit, _) = trial.model.trace, self._limits
         self.num_steps += len(trace.steps)
-        choice = trial.choice(trial.movable, target, max_steps)
-        if limit is not None:
-            storages = storage_plans(trace, choice.moving, choice.timing.steps)
+        choice = trial.choice(trial.movable, target, max_steps, most_ms)
+        if limit is not None and not math.isinf(choice.timing.peak_bytes):
+            storages = storage_plans(trial.model, choice.moving, choice.timing.steps)
             if peak_in_use_bytes(len(trace.steps), host_intervals(storages)) > limit:
                 unlimited = self._score_of(assignment, trial, choice)
                 self.unlimited = min(self.unlimited, unlimited)
-                intervals = longest_intervals(trace, trial.movable)
+                intervals = longest_intervals(trial.model, trial.movable)
                 kept = keep_within_host_memory(trace, sorted(trial.movable), intervals, limit)
-                fewer = fitting_groups(trial.model, trial.movable - kept.keys())
-                choice = trial.choice(fewer, target, max_steps)
+                fewer = trial.model.fitting_groups(trial.movable - kept.keys())
+                choice = trial.choice(fewer, target, max_steps, most_ms)
         return self._score_of(assignment, trial, choice)
 
     def _score_of(self, assignment: Assignment, trial: _Trial, choice: Choice) -> Score:

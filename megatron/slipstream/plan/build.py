@@ -6,8 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from megatron.slipstream.plan.actions import GroupPlan, Plan, StoragePlan, host_intervals
+from megatron.slipstream.plan.actions import (
+    GroupPlan,
+    Plan,
+    StoragePlan,
+    absent_bytes,
+    host_intervals,
+)
 from megatron.slipstream.plan.candidates import (
     HELD_BY_KEPT,
     HELD_OUTSIDE,
@@ -38,14 +45,10 @@ def build_plan(trace: Trace, options: PolicyOptions, max_steps: int = MAX_STEPS_
     times, and a target may decide which groups move; otherwise, the options give both as numbers of
     marks. ``max_steps`` limits the work for a target: see :func:`choose_for_memory`.
     """
-    selection, storages, needed = _select(trace, options, max_steps)
-    staying: frozenset[int] = frozenset()
-    while useless := _lingering_for_nothing(trace, storages):
-        # The other groups were timed with these also using the link and host memory.
-        staying |= useless
-        selection, storages, _ = _select(_without(trace, staying), options, max_steps)
+    moves = decide(IterationModel(trace), options, max_steps)
+    selection, storages = moves.selection, moves.storages
     planned = frozenset(storage.index for storage in storages)
-    kept_storages = _kept_storages(trace, selection.moving) | dict.fromkeys(staying, LINGERS)
+    kept_storages = _kept_storages(trace, selection.moving) | dict.fromkeys(moves.staying, LINGERS)
     groups = []
     for group in trace.groups:
         if group.key in selection.moving:
@@ -53,32 +56,60 @@ def build_plan(trace: Trace, options: PolicyOptions, max_steps: int = MAX_STEPS_
             groups.append(_group_plan(trace, group, planned, kept_storages, timing))
         else:
             groups.append(GroupPlan(group.key, group.name, False, selection.kept[group.key]))
-    return Plan(trace, options, tuple(groups), storages, needed, selection.notes, selection.bound)
+    needed_bytes, notes, bound = moves.needed_host_bytes, selection.notes, selection.bound
+    return Plan(trace, options, tuple(groups), storages, needed_bytes, notes, bound)
 
 
-def _select(
-    trace: Trace, options: PolicyOptions, max_steps: int
-) -> tuple[Selection, tuple[StoragePlan, ...], int]:
-    """Return what moves, and the host memory that it would need without a limit."""
-    moving, reasons = select_groups(trace, options)
-    selection = select(trace, options, moving, reasons, max_steps)
-    storages = storage_plans(trace, selection.moving, selection.steps)
-    needed = peak_in_use_bytes(len(trace.steps), host_intervals(storages))
+class Moves(NamedTuple):
+    """What moves in an iteration, and when."""
+
+    selection: Selection
+    storages: tuple[StoragePlan, ...]
+    """The storages that move."""
+    needed_host_bytes: int
+    """Peak host memory in use if there were no limit, in whole buffers."""
+    staying: frozenset[int] = frozenset()
+    """Storages that stay because they outlive their release."""
+
+
+def decide(model: IterationModel, options: PolicyOptions, max_steps: int = 0) -> Moves:
+    """Decide what moves, and when: see :func:`build_plan`."""
+    moves = first = _select(model, options, max_steps)
+    staying: frozenset[int] = frozenset()
+    while useless := _lingering_for_nothing(model, moves.storages):
+        # The other groups were timed with these also using the link and host memory.
+        staying |= useless
+        model = IterationModel(_without(model.trace, useless))
+        moves = _select(model, options, max_steps)
+    return moves._replace(needed_host_bytes=first.needed_host_bytes, staying=staying)
+
+
+def peak_by_count(model: IterationModel, options: PolicyOptions) -> int:
+    """Return the device peak of the plan without times, which an iteration follows at first."""
+    options = replace(options, target_memory_bytes=None, max_overhead_percent=None)
+    absent = absent_bytes(model.trace, decide(model.untimed, options).storages)
+    return int((model.present_bytes - absent).max(initial=0.0))
+
+
+def _select(model: IterationModel, options: PolicyOptions, max_steps: int) -> Moves:
+    moving, reasons = select_groups(model.trace, options)
+    selection = select(model, options, moving, reasons, max_steps)
+    storages = storage_plans(model, selection.moving, selection.steps)
+    needed = peak_in_use_bytes(len(model.trace.steps), host_intervals(storages))
     limit = options.host_memory_limit_bytes
     if limit is not None and needed > limit:
         # This comes last, since groups kept by other policies need no host memory.
-        candidates = moving | may_hide(trace, options, reasons)
+        candidates = moving | may_hide(model.trace, options, reasons)
         intervals = host_intervals(storages)
-        if trace.is_timed:
-            intervals = longest_intervals(trace, candidates)
-        reasons |= keep_within_host_memory(trace, sorted(candidates), intervals, limit)
-        selection = select(trace, options, moving - reasons.keys(), reasons, max_steps)
-        storages = storage_plans(trace, selection.moving, selection.steps)
-    inflight_limit = options.max_inflight_offloads
-    if inflight_limit is not None:
-        selection = keep_to_inflight_limit(trace, inflight_limit, selection)
-        storages = storage_plans(trace, selection.moving, selection.steps)
-    return selection, storages, needed
+        if model.trace.is_timed:
+            intervals = longest_intervals(model, candidates)
+        reasons |= keep_within_host_memory(model.trace, sorted(candidates), intervals, limit)
+        selection = select(model, options, moving - reasons.keys(), reasons, max_steps)
+        storages = storage_plans(model, selection.moving, selection.steps)
+    if options.max_inflight_offloads is not None:
+        selection = keep_to_inflight_limit(model.trace, options.max_inflight_offloads, selection)
+        storages = storage_plans(model, selection.moving, selection.steps)
+    return Moves(selection, storages, needed)
 
 
 def _without(trace: Trace, staying: Collection[int]) -> Trace:
@@ -90,13 +121,13 @@ def _without(trace: Trace, staying: Collection[int]) -> Trace:
     return replace(trace, storages=storages)
 
 
-def longest_intervals(trace: Trace, moving: frozenset[GroupKey]) -> list[HostInterval]:
+def longest_intervals(model: IterationModel, moving: frozenset[GroupKey]) -> list[HostInterval]:
     """Return the longest interval in which each storage could need host memory.
 
     In a timed trace, the steps of moving groups depend on which groups are kept. With the longest
     intervals, no choice of steps exceeds the limit.
     """
-    model, intervals = IterationModel(trace), []
+    intervals = []
     for index in model.moving_storages(moving):
         window = model.windows[index]
         if window is not None:
@@ -150,20 +181,21 @@ def _kept_storages(trace: Trace, moving: frozenset[GroupKey]) -> dict[int, str]:
     return kept
 
 
-def _lingering_for_nothing(trace: Trace, storages: Sequence[StoragePlan]) -> frozenset[int]:
+def _lingering_for_nothing(
+    model: IterationModel, storages: Sequence[StoragePlan]
+) -> frozenset[int]:
     """Return storages that outlive their release and whose move does not lower the peak.
 
     That must hold both with and without the gradients that the iteration allocated: whether they
     stay allocated is not known yet, and the step of the peak may change if they do.
     """
-    lingering = [item for item in storages if item.gone_step(trace) > item.free_step]
+    lingering = [item for item in storages if item.gone_step(model.trace) > item.free_step]
     if not lingering:
         return frozenset()
-    model = IterationModel(trace)
     useless = frozenset(item.index for item in lingering)
     for present in (model.present_bytes, model.present_beside_gradients_bytes):
         if present is not None:
-            useless &= _lowering_no_peak(trace, storages, lingering, present.copy())
+            useless &= _lowering_no_peak(model.trace, storages, lingering, present.copy())
     return useless
 
 
@@ -186,22 +218,19 @@ def _lowering_no_peak(
 
 
 def storage_plans(
-    trace: Trace,
+    model: IterationModel,
     moving: frozenset[GroupKey],
     timing: Mapping[GroupKey, tuple[int, int]],
 ) -> tuple[StoragePlan, ...]:
     """Return the plans of the storages that move if these groups do, with the steps of each."""
-    plans = []
-    kept = _kept_storages(trace, moving)
-    for index, storage in enumerate(trace.storages):
-        if index in kept:
-            continue
-        commit = [trace.step_index[StepKind.FORWARD_COMMIT, key] for key in storage.holders]
-        use = [trace.step_index[StepKind.BACKWARD_USE, key] for key in storage.holders]
-        free_step = max(timing[key][0] for key in storage.holders)
-        h2d_step = min(timing[key][1] for key in storage.holders)
+    plans, commits, uses = [], model.commits, model.uses
+    for index in model.trace.moving_storages(moving):
+        storage = model.trace.storages[index]
+        holders = storage.holders
+        free_step = max([timing[key][0] for key in holders])
+        h2d_step = min([timing[key][1] for key in holders])
         if free_step < h2d_step:
-            plans.append(
-                StoragePlan(index, storage.nbytes, min(commit), free_step, h2d_step, min(use))
-            )
+            commit = min([commits[key] for key in holders])
+            use = min([uses[key] for key in holders])
+            plans.append(StoragePlan(index, storage.nbytes, commit, free_step, h2d_step, use))
     return tuple(plans)

@@ -100,9 +100,8 @@ def keep_where_backward_follows(trace: Trace, moving: Sequence[GroupKey]) -> Kep
 
 def keep_unused(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
     """Keep groups that were never used in backward: the time of their reload is unknown."""
-    return {
-        key: NEVER_USED for key in moving if (StepKind.BACKWARD_USE, key) not in trace.step_index
-    }
+    used = {step.key for step in trace.uses()}
+    return {key: NEVER_USED for key in moving if key not in used}
 
 
 def keep_empty(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
@@ -123,6 +122,8 @@ def keep_for_pp_rank(trace: Trace, moving: Sequence[GroupKey], delta_bytes: int)
     """
     kept: Kept = {}
     budget = trace.pp_rank * delta_bytes
+    if budget <= 0:
+        return kept
     wanted = set(moving)
     seen: set[int] = set()
     pass_order: list[int] = []
@@ -146,6 +147,8 @@ def keep_by_fraction(trace: Trace, moving: Sequence[GroupKey], fraction: float) 
     Like megatron-core's option, the fraction is of groups, not of bytes.
     """
     kept: Kept = {}
+    if fraction >= 1.0:
+        return kept
     by_pass: dict[int, list[GroupKey]] = {}
     for key in moving:
         if trace.group_nbytes(key) > 0:

@@ -26,6 +26,7 @@ from megatron.slipstream.plan.assignments import (
 )
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.model import IterationModel
 from megatron.slipstream.plan.settings import Assignment, LayerSetting
 from megatron.slipstream.plan.templates import RankTemplates, Template
 from megatron.slipstream.plan.walk import simulate
@@ -123,7 +124,7 @@ def _planned(rank: RankTemplates, assignment: Assignment, limits: Limits) -> Bud
     forwards = [chunks[item.vp_stage] for item in rank.schedule if item.direction == "F"]
     templates = list(itertools.chain.from_iterable(item.templates for item in forwards))
     trace = rank.compose(assignment, marks_all=True)
-    counted_bytes = limits.counted_bytes(trace)
+    counted_bytes = limits.counted_bytes(IterationModel(trace))
     repeats = 1.0
     if len(trace.steps) > MAX_STEPS_PLANNED:
         first = shortest(rank.schedule)

@@ -39,6 +39,8 @@ from megatron.slipstream.plan.trace import GroupKey, Trace
 MAX_STEPS = 400
 """Maximum number of steps from which bounds are computed. Longer iterations use evenly spread
 steps, and those with the most memory."""
+STEPS_AT_ONCE = 32
+"""Number of steps whose bounds are computed together."""
 NUM_HALVINGS = 24
 """Number of bisections in the search for the lowest peak."""
 ROUNDING = 1e-9
@@ -69,12 +71,9 @@ class LowerBounds:
         self.out_rate = min(d2h * BYTES_PER_MS_AT_1_GB_PER_S, MAX_RATE)
         self.in_rate = min(h2d * BYTES_PER_MS_AT_1_GB_PER_S, MAX_RATE)
         found = (model.windows[item] for item in model.moving_storages(movable))
-        windows: list[Window] = [window for window in found if window is not None]
-        self.by_begin = _Windows(sorted(windows, key=lambda window: window.begin))
-        self.by_stop = _Windows(sorted(windows, key=lambda window: -window.stop))
-        self.start_ms = np.array(model.start_ms)
+        self._windows: list[Window] = [window for window in found if window is not None]
+        self._start_ms = np.array(model.start_ms)
         self._most_absent = model.most_absent_bytes(movable)
-        self._at: dict[int, _Step] = {}
 
     def lowest_peak_bytes(self, stall_ms: float = math.inf) -> float:
         """Return a lower bound on the device peak of plans that stall for at most this long."""
@@ -99,22 +98,86 @@ class LowerBounds:
         present = self._model.present_bytes
         if (present - self._most_absent).max(initial=0.0) > peak_bytes:
             return math.inf
+        steps = self._steps
+        (commits, out_ms), (uses, in_ms) = self._before, self._after
+        absent = present[steps] - peak_bytes
+        out_ms, in_ms = out_ms + absent / self.out_rate, in_ms + absent / self.in_rate
+        found = [(self._left, commits, out_ms), (uses, self._returns, in_ms)]
+        if not self.at_marks:
+            # Each of the two counts the whole step; together they may count it only once.
+            step_ms = self._start_ms[steps + 1] - self._start_ms[steps]
+            found.append((uses, commits, out_ms + in_ms + step_ms))
         stalls: list[_Stall] = []
-        for step in self._steps:
-            if present[step] > peak_bytes:
-                if step not in self._at:
-                    self._at[step] = _Step(self, step)
-                stalls += self._at[step].least_stalls(float(present[step]) - peak_bytes)
+        for last, first, ms in found:
+            places = ((absent > 0) & (ms > 0)).nonzero()[0]
+            columns = (last[places].tolist(), first[places].tolist(), ms[places].tolist())
+            stalls += map(_Stall, *columns)
         return _most_without_overlap(stalls) * (1 - ROUNDING)
 
     @cached_property
-    def _steps(self) -> Sequence[int]:
+    def _steps(self) -> Ints:
         num_steps = len(self._model.trace.steps)
         if num_steps <= MAX_STEPS:
-            return range(num_steps)
+            return np.arange(num_steps)
         even = np.linspace(0, num_steps - 1, MAX_STEPS * 3 // 4).astype(int)
         highest = np.argsort(-self._model.present_bytes, kind="stable")[: MAX_STEPS // 4]
-        return sorted({*even.tolist(), *highest.tolist()})
+        return np.union1d(even, highest)
+
+    @property
+    def _left(self) -> Ints:
+        """For each step, the mark by which all that is off the device until the next is freed."""
+        return self._steps if self.at_marks else self._steps + 1
+
+    @property
+    def _returns(self) -> Ints:
+        """For each step, the mark from which it may be reloaded."""
+        return self._steps + 1 if self.at_marks else self._steps
+
+    @cached_property
+    def _before(self) -> tuple[Ints, Floats]:
+        windows = sorted(self._windows, key=lambda window: window.begin)
+        marks = [window.begin for window in windows]
+        return self._least(marks, windows, self._left, self.out_rate)
+
+    @cached_property
+    def _after(self) -> tuple[Ints, Floats]:
+        windows = sorted(self._windows, key=lambda window: -window.stop)
+        return self._least(
+            [window.stop for window in windows], windows, self._returns, self.in_rate
+        )
+
+    def _least(
+        self, marks: Sequence[int], windows: Sequence[Window], at: Ints, rate: float
+    ) -> tuple[Ints, Floats]:
+        """Return, for each step, the mark that implies the longest stall, and its least time.
+
+        The time is that for no bytes off the device; each byte adds what its copy takes.
+
+        Args:
+            marks: A mark of each of the windows: where copies out begin, or copies back must end.
+            windows: All windows, the ones with most time for their copies first.
+            at: For each step, where copies out must end, or copies back may begin.
+            rate: Bytes that are copied in a millisecond.
+        """
+        mark = np.array(marks, int)
+        first = np.array([window.first for window in windows], int)
+        stop = np.array([window.stop for window in windows], int)
+        nbytes = np.array([window.nbytes for window in windows], float)
+        found, least_ms = np.zeros(len(at), int), np.full(len(at), -np.inf)
+        for begin in range(0, len(at), STEPS_AT_ONCE):
+            rows = slice(begin, begin + STEPS_AT_ONCE)
+            steps = self._steps[rows, None]
+            near = ((first <= steps[-1]) & (stop > steps[0])).nonzero()[0]
+            if not len(near):
+                continue
+            is_away = (first[near] <= steps) & (stop[near] > steps)
+            away = np.where(is_away, nbytes[near], 0.0)
+            others = away.cumsum(axis=1) - away
+            time_ms = np.abs(self._start_ms[at[rows, None]] - self._start_ms[mark[near]])
+            late_ms = np.where(is_away, -others / rate - time_ms, -np.inf)
+            most = late_ms.argmax(axis=1)
+            found[rows], least_ms[rows] = mark[near][most], late_ms.max(axis=1)
+        return found, least_ms
 
 
 def physical_bound_ms(plan: Plan | Trace) -> float:
@@ -150,60 +213,6 @@ class _Stall(NamedTuple):
     last: int
     first: int
     ms: float
-
-
-class _Windows:
-    """Some windows as arrays."""
-
-    def __init__(self, windows: Sequence[Window]) -> None:
-        self.begin = np.array([window.begin for window in windows], int)
-        self._first = np.array([window.first for window in windows], int)
-        self.stop = np.array([window.stop for window in windows], int)
-        self._nbytes = np.array([window.nbytes for window in windows], float)
-
-    def away(self, step: int) -> tuple[Ints, Floats]:
-        """Return those that can be off the device after a step, and the bytes before each."""
-        places = ((self._first <= step) & (self.stop > step)).nonzero()[0]
-        nbytes = self._nbytes[places]
-        return places, nbytes.cumsum() - nbytes
-
-
-class _Step:
-    """The storages that can be off the device from one step to the next."""
-
-    def __init__(self, bounds: LowerBounds, step: int) -> None:
-        start_ms = bounds.start_ms
-        # The mark by which all must be freed, and the one from which they may be reloaded.
-        self._left, self._returns = (step, step + 1) if bounds.at_marks else (step + 1, step)
-        # For each commit: the absent bytes that may have committed before it, the time available
-        # to the later ones, and the step where that time begins. For each use, the same, and the
-        # step where the time ends.
-        out, self._out_others = bounds.by_begin.away(step)
-        self._commits = bounds.by_begin.begin[out]
-        self._out_ms = start_ms[self._left] - start_ms[self._commits]
-        self._out_rate = bounds.out_rate
-        back, self._in_others = bounds.by_stop.away(step)
-        self._uses = bounds.by_stop.stop[back]
-        self._in_ms = start_ms[self._uses] - start_ms[self._returns]
-        self._in_rate = bounds.in_rate
-        self._step_ms = float(start_ms[step + 1] - start_ms[step])
-
-    def least_stalls(self, absent_bytes: float) -> list[_Stall]:
-        """Return the minimum stalls before and after for this many bytes to be off the device."""
-        if not len(self._commits):
-            return []
-        late_ms = (absent_bytes - self._out_others) / self._out_rate - self._out_ms
-        most = int(late_ms.argmax())
-        out = _Stall(self._left, int(self._commits[most]), float(late_ms[most]))
-        late_ms = (absent_bytes - self._in_others) / self._in_rate - self._in_ms
-        most = int(late_ms.argmax())
-        back = _Stall(int(self._uses[most]), self._returns, float(late_ms[most]))
-        found = [out, back]
-        if self._left > self._returns:
-            # Each of the two counts the whole step; together they may count it only once.
-            both_ms = out.ms + back.ms + self._step_ms
-            found.append(_Stall(back.last, out.first, both_ms))
-        return [stall for stall in found if stall.ms > 0]
 
 
 def _most_without_overlap(stalls: Collection[_Stall]) -> float:

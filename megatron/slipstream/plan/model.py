@@ -11,9 +11,11 @@ jobs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,36 +28,33 @@ BYTES_PER_MS_AT_1_GB_PER_S = 1e6
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_ACTION_KINDS = tuple(ActionKind)
 
-
-@dataclass
+@dataclass(slots=True)
 class Job:
     """One moving group. Steps index :attr:`Trace.steps`; storages, :attr:`Trace.storages`."""
 
     key: GroupKey
-    d2h: Action
-    free: Action
-    h2d: Action
+    name: str
     commit: int
     use: int
-    storages: list[int] = field(default_factory=list)
+    storages: list[int]
     """The storages of the group that move."""
-    out_storages: list[int] = field(default_factory=list)
-    """The storages that it offloads."""
-    in_storages: list[int] = field(default_factory=list)
-    """The storages that it reloads."""
-    out_bytes: int = 0
-    in_bytes: int = 0
-    free_by: int = 0
+    out_bytes: int
+    """Bytes of the storages that it offloads, since it commits first of their holders."""
+    in_bytes: int
+    """Bytes of the storages that it reloads, since it is used first of their holders."""
+    free_by: int
     """The last step at which it may release: each storage must be on the host by the time its H2D
     copy is due, which is its first use at the latest."""
-    last_out: GroupKey = GroupKey(-1, -1)
+    last_out: GroupKey
     """The group whose D2H copy is the last one that this group's FREE waits for."""
 
+    def action(self, kind: ActionKind) -> Action:
+        """Return the action of a kind on the group."""
+        return Action(kind, self.key, self.name)
 
-@dataclass(frozen=True)
-class Window:
+
+class Window(NamedTuple):
     """The longest interval that a storage can be on the host: from ``first`` until ``stop``."""
 
     nbytes: int
@@ -67,15 +66,160 @@ class Window:
     """The first use of its holders."""
 
 
-@dataclass(frozen=True)
+class _Copies:
+    """The copies of a set of moving groups."""
+
+    def __init__(self, jobs: list[Job], windows: Sequence[Window | None], num_steps: int) -> None:
+        self.jobs = jobs
+        """In order of commit."""
+        self._windows = windows
+        self._num_steps = num_steps
+
+    @cached_property
+    def storages(self) -> list[int]:
+        """The storages that move, by index."""
+        return sorted({item for job in self.jobs for item in job.storages})
+
+    @cached_property
+    def most_absent_bytes(self) -> Floats:
+        """For each step, the bytes on the host if groups free at commit and reload at use."""
+        change = [0] * (self._num_steps + 1)
+        for item in self.storages:
+            window = self._windows[item]
+            if window is not None:
+                change[window.first] += window.nbytes
+                change[window.stop] -= window.nbytes
+        return np.cumsum(change[:-1], dtype=float)
+
+
+class _Structure:
+    """What may move in a trace, and between which marks, whatever time and memory they take."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.commits: dict[GroupKey, int] = {}
+        """The step at which each group commits."""
+        self.uses: dict[GroupKey, int] = {}
+        """The step at which each group is used."""
+        for index, step in enumerate(trace.steps):
+            if step.kind is StepKind.FORWARD_COMMIT:
+                self.commits[step.key] = index
+            elif step.kind is StepKind.BACKWARD_USE:
+                self.uses[step.key] = index
+        self._jobs: dict[tuple[GroupKey, ...], list[Job]] = {}
+        self._copies: dict[frozenset[GroupKey], _Copies] = {}
+
+    @cached_property
+    def windows(self) -> list[Window | None]:
+        """For each storage, when it can be on the host; None if it never can."""
+        commits, uses = self.commits, self.uses
+        found: list[Window | None] = []
+        used = commits.keys() & uses.keys()
+        for storage in self._trace.storages:
+            holders, window = storage.holders, None
+            if not storage.held_outside and used.issuperset(holders):
+                committed = [commits[key] for key in holders]
+                first = max(storage.lingers_until, *committed)
+                stop = min([uses[key] for key in holders])
+                if first < stop:
+                    window = Window(storage.nbytes, min(committed), first, stop)
+            found.append(window)
+        return found
+
+    @cached_property
+    def families(self) -> dict[GroupKey, int]:
+        """For each group, a number that it has in common with those it shares storages with."""
+        groups = self._trace.groups
+        family_of = {group.key: number for number, group in enumerate(groups)}
+        members = {number: [group.key] for number, group in enumerate(groups)}
+        for storage in self._trace.storages:
+            if len(storage.holders) > 1:
+                first = family_of[storage.holders[0]]
+                for other in {family_of[key] for key in storage.holders} - {first}:
+                    family_of.update(dict.fromkeys(members[other], first))
+                    members[first] += members.pop(other)
+        return family_of
+
+    def copies(self, moving: Collection[GroupKey]) -> _Copies:
+        """Return the copies of these groups."""
+        groups = frozenset(moving)
+        found = self._copies.get(groups)
+        if found is None:
+            families, by_family = self.families, dict[int, list[GroupKey]]()
+            for key in groups:
+                by_family.setdefault(families[key], []).append(key)
+            made = [self.jobs_of_family(tuple(keys)) for keys in by_family.values()]
+            jobs = sorted(itertools.chain.from_iterable(made), key=attrgetter("commit"))
+            found = self._copies[groups] = _Copies(jobs, self.windows, len(self._trace.steps))
+        return found
+
+    def jobs_of_family(self, keys: tuple[GroupKey, ...]) -> list[Job]:
+        """Return the jobs of those groups of a family that move.
+
+        They do not depend on what else moves, so that they are made once.
+        """
+        found = self._jobs.get(keys)
+        if found is None:
+            storages, windows, groups = self._trace.storages, self.windows, self._trace.group_by_key
+            wanted = set(keys)
+            moved = {
+                item
+                for key in keys
+                for item in groups[key].storages
+                if windows[item] is not None and wanted.issuperset(storages[item].holders)
+            }
+            found = self._jobs[keys] = self.make_jobs(keys, moved) if moved else []
+        return found
+
+    def make_jobs(self, keys: Collection[GroupKey], moved: Collection[int]) -> list[Job]:
+        """Return the jobs of ``keys``, which are all holders of ``moved``, in order of commit."""
+        traced, groups = self._trace.storages, self._trace.group_by_key
+        jobs = []
+        for key in keys:
+            group = groups[key]
+            storages = [item for item in group.storages if item in moved]
+            if storages:
+                nbytes = sum([traced[item].nbytes for item in storages])
+                free_by = min([w.stop for w in map(self.windows.__getitem__, storages) if w]) - 1
+                commit, use = self.commits[key], self.uses[key]
+                jobs.append(
+                    Job(key, group.name, commit, use, storages, nbytes, nbytes, free_by, key)
+                )
+        if len(jobs) > 1:
+            self._share(jobs)
+        return jobs
+
+    def _share(self, jobs: list[Job]) -> None:
+        """Sort jobs by commit; leave each storage's copies to its first commit and first use."""
+        traced = self._trace.storages
+        jobs.sort(key=attrgetter("commit"))
+        out_job: dict[int, Job] = {}
+        for job in jobs:
+            job.out_bytes -= sum(traced[item].nbytes for item in job.storages if item in out_job)
+            out_job.update((item, job) for item in job.storages if item not in out_job)
+            last = max((out_job[item] for item in job.storages), key=attrgetter("commit"))
+            job.last_out = last.key
+        returned: set[int] = set()
+        for job in sorted(jobs, key=attrgetter("use")):
+            job.in_bytes -= sum(traced[item].nbytes for item in job.storages if item in returned)
+            returned.update(job.storages)
+
+
 class IterationModel:
-    """A timed trace.
+    """A trace, with what the planner derives from it once.
 
     Args:
-        trace: A trace with ``step_ms`` and ``bandwidth``.
+        trace: The trace. To time copies, it needs ``step_ms`` and ``bandwidth``.
     """
 
-    trace: Trace
+    def __init__(self, trace: Trace, structure: _Structure | None = None) -> None:
+        self.trace = trace
+        self._structure = structure or _Structure(trace)
+
+    @cached_property
+    def untimed(self) -> IterationModel:
+        """The same without times."""
+        return IterationModel(replace(self.trace, step_ms=(), bandwidth=None), self._structure)
 
     @cached_property
     def start_ms(self) -> list[float]:
@@ -108,40 +252,35 @@ class IterationModel:
         beside = [item.peak_beside_gradients_bytes + item.absent_bytes for item in memory]
         return np.array(beside, float)
 
+    @property
+    def commits(self) -> Mapping[GroupKey, int]:
+        """The step at which each group commits."""
+        return self._structure.commits
+
+    @property
+    def uses(self) -> Mapping[GroupKey, int]:
+        """The step at which each group is used; without those that never are."""
+        return self._structure.uses
+
+    @property
+    def windows(self) -> Sequence[Window | None]:
+        """For each storage, when it can be on the host; None if it never can."""
+        return self._structure.windows
+
     def moving_storages(self, moving: Collection[GroupKey]) -> list[int]:
         """Return :meth:`Trace.moving_storages`, without those that have no :class:`Window`."""
-        windows = self.windows
-        return [i for i in self.trace.moving_storages(moving) if windows[i] is not None]
+        return self._structure.copies(moving).storages
+
+    def fitting_groups(self, groups: Collection[GroupKey]) -> frozenset[GroupKey]:
+        """Return those of the given groups that have a storage that can move if they all do."""
+        return frozenset([job.key for job in self.jobs(groups)])
 
     def moving_cost_ms(self, moving: Collection[GroupKey]) -> float:
         """Return by how much moving these groups lengthens an iteration, excluding stalls."""
         nbytes = 0
         if self.trace.ms_per_moved_gb:
-            nbytes = sum(self.trace.storages[item].nbytes for item in self.moving_storages(moving))
+            nbytes = sum(job.out_bytes for job in self.jobs(moving))
         return self.trace.moving_cost_ms(len(moving), nbytes)
-
-    @cached_property
-    def windows(self) -> list[Window | None]:
-        """For each storage, when it can be on the host; None if it never can."""
-        commits = dict[GroupKey, int]()
-        uses = dict[GroupKey, int]()
-        for index, step in enumerate(self.trace.steps):
-            if step.kind is StepKind.FORWARD_COMMIT:
-                commits[step.key] = index
-            elif step.kind is StepKind.BACKWARD_USE:
-                uses[step.key] = index
-        found: list[Window | None] = []
-        for storage in self.trace.storages:
-            window = None
-            holders = storage.holders
-            if not storage.held_outside and all(k in commits and k in uses for k in holders):
-                first = max(storage.lingers_until, *(commits[key] for key in holders))
-                stop = min(uses[key] for key in holders)
-                if first < stop:
-                    begin = min(commits[key] for key in holders)
-                    window = Window(storage.nbytes, begin, first, stop)
-            found.append(window)
-        return found
 
     def jobs(self, moving: Collection[GroupKey], staying: Collection[int] = ()) -> list[Job]:
         """Return the jobs of these groups in order of commit, and thus of D2H copies.
@@ -153,83 +292,10 @@ class IterationModel:
             staying: Storages that stay although they could move.
         """
         if staying:
-            return self._make_jobs(moving, set(self.moving_storages(moving)).difference(staying))
-        by_family: dict[int, list[GroupKey]] = {}
-        for key in moving:
-            by_family.setdefault(self._families[key], []).append(key)
-        jobs = [job for keys in by_family.values() for job in self._jobs_of_family(tuple(keys))]
-        jobs.sort(key=lambda job: job.commit)
-        return jobs
-
-    @cached_property
-    def _families(self) -> dict[GroupKey, int]:
-        """For each group, a number that it has in common with those it shares storages with."""
-        family_of = {group.key: number for number, group in enumerate(self.trace.groups)}
-        members = {number: [group.key] for number, group in enumerate(self.trace.groups)}
-        for storage in self.trace.storages:
-            first = family_of[storage.holders[0]]
-            for other in {family_of[key] for key in storage.holders} - {first}:
-                family_of.update(dict.fromkeys(members[other], first))
-                members[first] += members.pop(other)
-        return family_of
-
-    def _jobs_of_family(self, keys: tuple[GroupKey, ...]) -> list[Job]:
-        """Return the jobs of those groups of a family that move.
-
-        They do not depend on what else moves, so that they are made once.
-        """
-        found = self._made_jobs.get(keys)
-        if found is None:
-            trace, wanted = self.trace, set(keys)
-            moved = {
-                item
-                for key in keys
-                for item in trace.group_by_key[key].storages
-                if self.windows[item] is not None
-                and wanted.issuperset(trace.storages[item].holders)
-            }
-            found = self._made_jobs[keys] = self._make_jobs(keys, moved) if moved else []
-        return found
-
-    @cached_property
-    def _made_jobs(self) -> dict[tuple[GroupKey, ...], list[Job]]:
-        return {}
-
-    def _make_jobs(self, keys: Collection[GroupKey], moved: Collection[int]) -> list[Job]:
-        """Return the jobs of ``keys``, which are all holders of ``moved``."""
-        trace, index = self.trace, self.trace.step_index
-        jobs = []
-        for key in keys:
-            storages = [item for item in trace.group_by_key[key].storages if item in moved]
-            if storages:
-                name = trace.group_by_key[key].name
-                d2h, free, h2d = (Action(kind, key, name) for kind in _ACTION_KINDS)
-                marks = (StepKind.FORWARD_COMMIT, key), (StepKind.BACKWARD_USE, key)
-                jobs.append(Job(key, d2h, free, h2d, index[marks[0]], index[marks[1]], storages))
-        jobs.sort(key=lambda job: job.commit)
-        out_job: dict[int, Job] = {}
-        for job in jobs:
-            job.out_storages = [item for item in job.storages if item not in out_job]
-            out_job.update(dict.fromkeys(job.out_storages, job))
-            job.out_bytes = sum(trace.storages[item].nbytes for item in job.out_storages)
-            last = max((out_job[item] for item in job.storages), key=lambda other: other.commit)
-            job.last_out = last.key
-        returned: set[int] = set()
-        for job in sorted(jobs, key=lambda job: job.use):
-            job.in_storages = [item for item in job.storages if item not in returned]
-            returned.update(job.in_storages)
-            job.in_bytes = sum(trace.storages[item].nbytes for item in job.in_storages)
-        for job in jobs:
-            windows = (self.windows[item] for item in job.storages)
-            job.free_by = min(window.stop for window in windows if window is not None) - 1
-        return jobs
+            moved = set(self.moving_storages(moving)).difference(staying)
+            return self._structure.make_jobs(moving, moved)
+        return self._structure.copies(moving).jobs
 
     def most_absent_bytes(self, moving: Collection[GroupKey]) -> Floats:
         """Return, per step, the bytes on the host if groups free at commit and reload at use."""
-        change = np.zeros(len(self.trace.steps) + 1)
-        for item in self.moving_storages(moving):
-            window = self.windows[item]
-            if window is not None:
-                change[window.first] += window.nbytes
-                change[window.stop] -= window.nbytes
-        return np.cumsum(change)[:-1]
+        return self._structure.copies(moving).most_absent_bytes

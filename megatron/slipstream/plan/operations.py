@@ -12,7 +12,7 @@ different queues.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -128,8 +128,7 @@ def derive_schedule(plan: Plan) -> Schedule:
         PlanError: The plan cannot be followed.
     """
     _check_references(plan)
-    operations: list[Operation] = []
-    issuer = Issuer(plan.trace, _moved_storages(plan), operations.append)
+    issuer = Issuer(plan.trace, _moved_storages(plan))
     host_bytes = []
     try:
         for index, (step, due) in enumerate(zip(plan.trace.steps, plan.actions, strict=True)):
@@ -147,12 +146,12 @@ def derive_schedule(plan: Plan) -> Schedule:
             host_bytes.append(in_use_bytes)
             if step.kind is StepKind.BACKWARD_USE:
                 issuer.use(index, step)
-            operations.append(Operation(OpKind.COMPUTE, index, step))
+            issuer.issue(Operation(OpKind.COMPUTE, index, step))
     except Refusal as refusal:
         rule, cause, detail = refusal.args
         raise PlanError(rule, cause, plan, detail) from None
     storages = issuer.storage_plans()
-    return Schedule(tuple(operations), storages, issuer.buffers, tuple(host_bytes))
+    return Schedule(tuple(issuer.operations), storages, issuer.buffers, tuple(host_bytes))
 
 
 def _moved_storages(plan: Plan) -> dict[GroupKey, tuple[int, ...]]:
@@ -247,7 +246,6 @@ class Issuer:
     Args:
         trace: The iteration.
         moved: For each group, the storages that its actions move.
-        issue: Called with each operation, in issue order.
         kinds: Kinds of operations to issue; others are skipped.
     """
 
@@ -255,16 +253,16 @@ class Issuer:
         self,
         trace: Trace,
         moved: Mapping[GroupKey, Sequence[int]],
-        issue: Callable[[Operation], None],
         kinds: Collection[OpKind] = frozenset(OpKind),
     ) -> None:
+        self.operations: list[Operation] = []
+        """Those issued so far, in order."""
         self.buffers: dict[int, HostBuffer] = {}
         """The host buffer of each storage that has been offloaded."""
         self.free_step: dict[int, int] = {}
         """For each storage, the step at which its device memory was released."""
         self._trace = trace
         self._moved = moved
-        self._issue_one = issue
         self._kinds = kinds
         held = {storage for storages in moved.values() for storage in storages}
         self._location = dict.fromkeys(held, _Location.UNWRITTEN)
@@ -274,6 +272,10 @@ class Issuer:
         self._h2d_step: dict[int, int] = {}
         self._use_step: dict[int, int] = {}
         self._ledger = HostLedger()
+
+    def issue(self, operation: Operation) -> None:
+        """Issue an operation."""
+        self.operations.append(operation)
 
     @property
     def host_bytes(self) -> int:
@@ -396,4 +398,4 @@ class Issuer:
         if storages:
             for kind in kinds:
                 if kind in self._kinds:
-                    self._issue_one(Operation(kind, index, cause, tuple(storages)))
+                    self.issue(Operation(kind, index, cause, tuple(storages)))

@@ -17,6 +17,8 @@ import statistics
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from megatron.slipstream.plan.actions import Bound
 from megatron.slipstream.plan.arrange import Steps, Timing, arrange, replay
 from megatron.slipstream.plan.lower_bounds import LowerBounds
@@ -177,14 +179,16 @@ def choose_for_memory(
     target_bytes: float,
     max_steps: int = MAX_STEPS_OF_CHANGES,
     bounds: LowerBounds | None = None,
+    most_ms: float = math.inf,
 ) -> tuple[Choice, Bound]:
     """Find the choice with the least stall time for a device peak of at most ``target_bytes``.
 
     If no plan reaches that peak, minimize the time for the lowest possible peak. ``max_steps``
     limits the total steps of the iterations that are timed to improve on the first result.
-    ``bounds`` are those of the groups, if they were made before.
+    ``bounds`` are those of the groups, if they were made before. A choice that stalls for longer
+    than ``most_ms`` is of no use: its peak may be infinite.
     """
-    search = _Search(model, movable, max_steps, bounds)
+    search = _Search(model, movable, max_steps, bounds, most_ms)
     peak = max(target_bytes, search.bounds.lowest_peak_bytes())
     lower = search.bounds.least_stall_ms(peak)
     best = search.fastest(peak, lower)
@@ -339,7 +343,7 @@ class _Search:
                     continue
                 bundle = self._bundles[number]
                 window = spare[bundle.first : bundle.stop]
-                if window.min() < bundle.nbytes:
+                if np.minimum.reduce(window) < bundle.nbytes:
                     break
                 window -= bundle.nbytes
                 added.append(number)
@@ -462,7 +466,7 @@ def _affordable(
             if trace.moving_cost_ms(num_passes * len(wanted), num_passes * moved) <= budget_ms:
                 of_pass |= more
                 break
-    return fitting_groups(model, frozenset().union(*taken.values()))
+    return model.fitting_groups(frozenset().union(*taken.values()))
 
 
 def _bundles(
@@ -482,7 +486,7 @@ def _bundles(
     bundles, bundles_of = [], dict[GroupKey, list[int]]()
     for number, ((holders, _, _), windows) in enumerate(found.items()):
         nbytes = sum(window.nbytes for window in windows)
-        bundles.append(replace(windows[0], nbytes=nbytes))
+        bundles.append(windows[0]._replace(nbytes=nbytes))
         for key in holders:
             bundles_of.setdefault(key, []).append(number)
     return bundles, bundles_of
@@ -505,9 +509,3 @@ def _by_time_away(model: IterationModel, movable: Collection[GroupKey]) -> list[
     return sorted(
         jobs, key=lambda job: (typical_ms[groups[job.key].vp_stage, job.key.group], -job.commit)
     )
-
-
-def fitting_groups(model: IterationModel, groups: Collection[GroupKey]) -> frozenset[GroupKey]:
-    """Return those of the given groups that have a storage that can move."""
-    storages = model.trace.storages
-    return frozenset(key for i in model.moving_storages(groups) for key in storages[i].holders)

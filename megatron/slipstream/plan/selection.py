@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from megatron.slipstream.plan.actions import Bound
 from megatron.slipstream.plan.candidates import (
     BACKWARD_FOLLOWS,
@@ -25,7 +27,6 @@ from megatron.slipstream.plan.search import (
     choose_as_given,
     choose_for_memory,
     choose_for_time,
-    fitting_groups,
 )
 from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
 
@@ -74,7 +75,7 @@ def keep_to_inflight_limit(trace: Trace, limit: int, selection: Selection) -> Se
 
 
 def select(
-    trace: Trace,
+    model: IterationModel,
     options: PolicyOptions,
     moving: frozenset[GroupKey],
     kept: Kept,
@@ -83,29 +84,28 @@ def select(
     """Decide which of the groups that the policies allow move, and when.
 
     Args:
-        trace: The iteration.
+        model: The iteration.
         options: Lag and depth determine the steps of an untimed trace, and the reference peak of a
             timed one. A target or an allowed overhead requires times.
         moving: The groups that the policies allow to move.
         kept: The reason for every other group.
         max_steps: See :func:`choose_for_memory`.
     """
+    trace, why_not = model.trace, why_not_followed(model.trace, options)
     if not trace.is_timed and _fits_without_moving(trace, options):
         return Selection(frozenset(), {**dict.fromkeys(moving, NOT_NEEDED_FOR_TARGET), **kept}, {})
-    by_count = _select_by_count(trace, options, moving, kept)
-    why_not = why_not_followed(trace, options)
     if why_not:
         options = replace(options, target_memory_bytes=None, max_overhead_percent=None)
-    if not trace.is_timed:
-        steps = _away_at_the_peak(trace, by_count)
-        return replace(by_count, steps=steps, notes=why_not)
-    model = IterationModel(trace)
     optional = may_hide(trace, options, kept)
     if options.target_memory_bytes is not None:
         return _select_for_memory(model, moving | optional, kept, options, max_steps)
     if options.max_overhead_percent is not None:
         return _select_for_time(model, moving | optional, kept, options.max_overhead_percent)
-    fitting = fitting_groups(model, moving | optional)
+    by_count = _select_by_count(model, options, moving, kept)
+    if not trace.is_timed:
+        steps = _away_at_the_peak(model, by_count)
+        return replace(by_count, steps=steps, notes=why_not)
+    fitting = model.fitting_groups(moving | optional)
     choice = choose_as_given(
         model,
         by_count.moving,
@@ -131,33 +131,28 @@ def _fits_without_moving(trace: Trace, options: PolicyOptions) -> bool:
 
 
 def _select_by_count(
-    trace: Trace, options: PolicyOptions, moving: frozenset[GroupKey], kept: Kept
+    model: IterationModel, options: PolicyOptions, moving: frozenset[GroupKey], kept: Kept
 ) -> Selection:
-    steps = _count_steps(trace, options)
+    steps = _count_steps(model, options)
     late = {key: NO_TIME for key in moving if not 0 <= steps[key][0] < steps[key][1]}
     return Selection(moving - late.keys(), {**kept, **late}, steps)
 
 
-def _count_steps(trace: Trace, options: PolicyOptions) -> dict[GroupKey, tuple[int, int]]:
+def _count_steps(model: IterationModel, options: PolicyOptions) -> dict[GroupKey, tuple[int, int]]:
     """Return, for each group, the steps of its FREE and its H2D copy (-1: never)."""
-    commits = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.FORWARD_COMMIT]
-    uses = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.BACKWARD_USE]
-    free_step = {
-        trace.steps[step].key: commits[rank + options.release_lag]
-        for rank, step in enumerate(commits)
-        if rank + options.release_lag < len(commits)
-    }
-    h2d_step = {
-        trace.steps[step].key: uses[max(0, rank - options.prefetch_depth)]
-        for rank, step in enumerate(uses)
-    }
+    commits, uses = list(model.commits.values()), list(model.uses.values())
+    free_step = dict(zip(model.commits, commits[options.release_lag :], strict=False))
+    uses_before = [*uses[:1] * options.prefetch_depth, *uses]
+    h2d_step = dict(zip(model.uses, uses_before, strict=False))
     return {
         group.key: (free_step.get(group.key, -1), h2d_step.get(group.key, -1))
-        for group in trace.groups
+        for group in model.trace.groups
     }
 
 
-def _away_at_the_peak(trace: Trace, selection: Selection) -> dict[GroupKey, tuple[int, int]]:
+def _away_at_the_peak(
+    model: IterationModel, selection: Selection
+) -> dict[GroupKey, tuple[int, int]]:
     """Return the steps, adjusted for groups that would be on the device at the peak needlessly.
 
     If the peak lies between a group's commit and its FREE, its memory is freed at the peak. If an
@@ -165,31 +160,26 @@ def _away_at_the_peak(trace: Trace, selection: Selection) -> dict[GroupKey, tupl
     times it is unknown whether the copies are still hidden, so only the first plan, before any
     measurement, does this; a timed plan frees as early and reloads as late as costs nothing.
     """
-    steps = dict(selection.steps)
-    if not trace.memory:
+    trace, steps = model.trace, dict(selection.steps)
+    jobs = model.jobs(selection.moving) if trace.memory else []
+    if not jobs:
         return steps
     ends = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.BACKWARD_END]
-    model = IterationModel(trace)
-    jobs = model.jobs(selection.moving)
-    present = model.present_bytes.copy()
-    for job in jobs:
-        present[steps[job.key][0] : steps[job.key][1]] -= job.in_bytes
-    for _ in jobs:
-        peak = int(present.argmax())
+    commit, use, nbytes = np.array([(job.commit, job.use, job.in_bytes) for job in jobs]).T
+    free, h2d = np.array([steps[job.key] for job in jobs]).T
+    while True:
+        change = np.zeros(len(trace.steps) + 1)
+        np.subtract.at(change, free, nbytes)
+        np.add.at(change, h2d, nbytes)
+        peak = int((model.present_bytes + change.cumsum()[:-1]).argmax())
         end = next((step for step in ends if step > peak), len(trace.steps))
-        is_changed = False
-        for job in jobs:
-            free, h2d = steps[job.key]
-            if job.commit < peak < free:
-                present[peak:free] -= job.in_bytes
-                steps[job.key] = peak, h2d
-                is_changed = True
-            elif free <= peak and h2d <= peak and end < job.use:
-                present[h2d:end] -= job.in_bytes
-                steps[job.key] = free, end
-                is_changed = True
-        if not is_changed:
+        is_leaving = (commit < peak) & (peak < free)
+        is_back = (free <= peak) & (h2d <= peak) & (end < use)
+        if not (is_leaving | is_back).any():
             break
+        free[is_leaving], h2d[is_back] = peak, end
+    for job, *away in zip(jobs, free.tolist(), h2d.tolist(), strict=True):
+        steps[job.key] = away[0], away[1]
     return steps
 
 
@@ -216,7 +206,7 @@ def _select_for_memory(
 ) -> Selection:
     target_bytes = options.target_memory_bytes
     assert target_bytes is not None
-    fitting = fitting_groups(model, movable)
+    fitting = model.fitting_groups(movable)
     choice, bound = choose_for_memory(model, fitting, target_bytes, max_steps)
     notes: tuple[str, ...] = ()
     excess = choice.timing.peak_bytes - target_bytes
@@ -233,7 +223,7 @@ def _select_for_memory(
 def _select_for_time(
     model: IterationModel, movable: frozenset[GroupKey], kept: Kept, max_percent: float
 ) -> Selection:
-    fitting = fitting_groups(model, movable)
+    fitting = model.fitting_groups(movable)
     budget_ms = max_percent / 100 * model.compute_ms
     choice, bound = choose_for_time(model, fitting, budget_ms)
     reasons = {**kept, **_why_kept(model, fitting - choice.moving, choice)}
@@ -270,13 +260,13 @@ def _selection(
     Groups whose storages all stay because another holder stays count as moving; the reason is then
     recorded per storage.
     """
-    index = model.trace.step_index
+    commits, uses = model.commits, model.uses
     moving = choice.moving | without_jobs
     steps = dict(choice.timing.steps)
     late = {}
     for key in moving - steps.keys():
-        if (StepKind.FORWARD_COMMIT, key) in index:
-            steps[key] = index[StepKind.FORWARD_COMMIT, key], index[StepKind.BACKWARD_USE, key]
+        if key in commits:
+            steps[key] = commits[key], uses[key]
         else:
             late[key] = NO_TIME
     reasons = {key: reason for key, reason in kept.items() if key not in moving}

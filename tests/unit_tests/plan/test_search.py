@@ -58,7 +58,6 @@ from megatron.slipstream.plan.search import (
     MIN_SHARE_OF_COMPUTE,
     choose_for_memory,
     choose_for_time,
-    fitting_groups,
 )
 from megatron.slipstream.plan.trace import GroupKey, MemoryReading, StepKind, StorageTrace, Trace
 from megatron.slipstream.plan.walk import simulate
@@ -144,7 +143,7 @@ def test_a_target_moves_no_group_that_could_stay(seed: int) -> None:
     model = IterationModel(trace)
     highest_bytes = float(model.present_bytes.max())
     target_bytes = highest_bytes * draw.uniform(0.3, 0.9)
-    movable = fitting_groups(model, frozenset(group.key for group in trace.groups))
+    movable = model.fitting_groups(frozenset(group.key for group in trace.groups))
     choice, _ = choose_for_memory(model, movable, target_bytes)
     assert choice.moving
     limit_bytes = max(target_bytes, choice.timing.peak_bytes)
@@ -319,7 +318,7 @@ def test_where_compute_waits_everywhere_everything_moves_to_the_lowest_peak() ->
     assert [group.moves for group in plan.groups] == [group.moves for group in counted.groups]
     assert peak(plan) <= peak(counted)
     iteration = IterationModel(trace)
-    groups = fitting_groups(iteration, [group.key for group in plan.groups if group.moves])
+    groups = iteration.fitting_groups([group.key for group in plan.groups if group.moves])
     drop_bytes = iteration.present_bytes.max() - peak(plan)
     higher = arrange(iteration, groups, peak(plan) + MAX_SHARE_GIVEN_UP * drop_bytes)
     gain_ms = simulate(plan).stall_ms - higher.stall_ms
@@ -442,7 +441,7 @@ few = settings(max_examples=40, deadline=None)
 def test_no_subset_is_faster_within_a_memory_target(
     iteration: IterationModel, share: float
 ) -> None:
-    movable = fitting_groups(iteration, [group.key for group in iteration.trace.groups])
+    movable = iteration.fitting_groups([group.key for group in iteration.trace.groups])
     present = iteration.present_bytes
     lowest = (present - iteration.most_absent_bytes(movable)).max(initial=0.0)
     target = max(lowest, share * present.max(initial=0.0))
@@ -458,7 +457,7 @@ def test_no_subset_is_faster_within_a_memory_target(
 @few
 @given(iteration=tiny_iterations(), percent=st.sampled_from([0.0, 1.0, 5.0, 20.0]))
 def test_no_subset_is_lower_within_an_overhead(iteration: IterationModel, percent: float) -> None:
-    movable = fitting_groups(iteration, [group.key for group in iteration.trace.groups])
+    movable = iteration.fitting_groups([group.key for group in iteration.trace.groups])
     budget_ms = percent / 100 * iteration.compute_ms
     choice, bound = choose_for_time(iteration, movable, budget_ms)
     assert choice.timing.stall_ms <= budget_ms
@@ -534,7 +533,7 @@ def test_no_arrangement_of_any_groups_beats_the_bounds(
     iteration: IterationModel, share: float
 ) -> None:
     rng = random.Random(share)
-    movable = fitting_groups(iteration, [group.key for group in iteration.trace.groups])
+    movable = iteration.fitting_groups([group.key for group in iteration.trace.groups])
     some = frozenset(key for key in sorted(movable) if rng.random() < 0.7)
     timing = arrange(iteration, some, share * float(iteration.present_bytes.max(initial=0.0)))
     for at_marks in (True, False):
@@ -782,7 +781,7 @@ def few_layers(seed: int) -> Trace:
 def test_where_there_are_few_groups_every_set_of_them_is_tried(seed: int) -> None:
     # Group by group, the search ends at 81 ms instead of 49, and at 0.1 instead of 0.
     iteration = IterationModel(few_layers(seed))
-    movable = fitting_groups(iteration, [group.key for group in iteration.trace.groups])
+    movable = iteration.fitting_groups([group.key for group in iteration.trace.groups])
     target = 0.7 * float(iteration.present_bytes.max())
     choice, _ = choose_for_memory(iteration, movable, target)
     timings = [arrange(iteration, subset, target) for subset in subsets(movable)]
