@@ -24,9 +24,8 @@ from megatron.slipstream.plan.candidates import (
     keep_within_host_memory,
     peak_in_use_bytes,
 )
-from megatron.slipstream.plan.lower_bounds import LowerBounds
 from megatron.slipstream.plan.model import IterationModel
-from megatron.slipstream.plan.search import Choice, choose_for_memory
+from megatron.slipstream.plan.search import Choice, GroupSearch
 from megatron.slipstream.plan.settings import Assignment, LayerSetting
 from megatron.slipstream.plan.templates import RankTemplates, ScheduledPass, Template
 from megatron.slipstream.plan.trace import GroupKey, Trace
@@ -187,7 +186,8 @@ class _Trial:
     def __init__(self, trace: Trace) -> None:
         self.model = IterationModel(trace)
         self.movable = self.model.fitting_groups([group.key for group in trace.groups])
-        self.bounds = LowerBounds(self.model, self.movable)
+        self._searches: dict[frozenset[GroupKey], GroupSearch] = {}
+        self.bounds = self.search(self.movable).bounds
         self._counted: Optional[int] = None
 
     def counted_bytes(self, limits: Limits) -> int:
@@ -196,12 +196,11 @@ class _Trial:
             self._counted = limits.counted_bytes(self.model)
         return self._counted
 
-    def choice(
-        self, movable: frozenset[GroupKey], target_bytes: int, max_steps: int, most_ms: float
-    ) -> Choice:
-        """Return what moves, of some groups."""
-        bounds = self.bounds if movable == self.movable else None
-        return choose_for_memory(self.model, movable, target_bytes, max_steps, bounds, most_ms)[0]
+    def search(self, movable: frozenset[GroupKey]) -> GroupSearch:
+        """Return the search of what moves, of some groups."""
+        if movable not in self._searches:
+            self._searches[movable] = GroupSearch(self.model, movable)
+        return self._searches[movable]
 
 
 class Judge:
@@ -306,7 +305,7 @@ class Judge:
         """
         trace, (target, limit, _) = trial.model.trace, self._limits
         self.num_steps += len(trace.steps)
-        choice = trial.choice(trial.movable, target, max_steps, most_ms)
+        choice = trial.search(trial.movable).fastest(target, max_steps, most_ms)
         if limit is not None and not math.isinf(choice.timing.peak_bytes):
             storages = storage_plans(trial.model, choice.moving, choice.timing.steps)
             if peak_in_use_bytes(len(trace.steps), host_intervals(storages)) > limit:
@@ -315,7 +314,7 @@ class Judge:
                 intervals = longest_intervals(trial.model, trial.movable)
                 kept = keep_within_host_memory(trace, sorted(trial.movable), intervals, limit)
                 fewer = trial.model.fitting_groups(trial.movable - kept.keys())
-                choice = trial.choice(fewer, target, max_steps, most_ms)
+                choice = trial.search(fewer).fastest(target, max_steps, most_ms)
         return self._score_of(assignment, trial, choice)
 
     def _score_of(self, assignment: Assignment, trial: _Trial, choice: Choice) -> Score:

@@ -43,7 +43,7 @@ def build_plan(trace: Trace, options: PolicyOptions, max_steps: int = MAX_STEPS_
 
     If the trace has ``step_ms`` and ``bandwidth``, groups are freed and reloaded at the cheapest
     times, and a target may decide which groups move; otherwise, the options give both as numbers of
-    marks. ``max_steps`` limits the work for a target: see :func:`choose_for_memory`.
+    marks. ``max_steps`` limits the work for a target: see :meth:`GroupSearch.for_memory`.
     """
     moves = decide(IterationModel(trace), options, max_steps)
     selection, storages = moves.selection, moves.storages

@@ -173,43 +173,13 @@ def _without_costliest_bytes(model: IterationModel, best: Choice) -> Choice:
     return best
 
 
-def choose_for_memory(
-    model: IterationModel,
-    movable: frozenset[GroupKey],
-    target_bytes: float,
-    max_steps: int = MAX_STEPS_OF_CHANGES,
-    bounds: LowerBounds | None = None,
-    most_ms: float = math.inf,
-) -> tuple[Choice, Bound]:
-    """Find the choice with the least stall time for a device peak of at most ``target_bytes``.
-
-    If no plan reaches that peak, minimize the time for the lowest possible peak. ``max_steps``
-    limits the total steps of the iterations that are timed to improve on the first result.
-    ``bounds`` are those of the groups, if they were made before. A choice that stalls for longer
-    than ``most_ms`` is of no use: its peak may be infinite.
-    """
-    search = _Search(model, movable, max_steps, bounds, most_ms)
-    peak = max(target_bytes, search.bounds.lowest_peak_bytes())
-    lower = search.bounds.least_stall_ms(peak)
-    best = search.fastest(peak, lower)
-    reached = best.timing.stall_ms
-    return best, Bound("stall_ms", min(lower, reached), reached)
-
-
 def choose_for_time(
     model: IterationModel, movable: frozenset[GroupKey], budget_ms: float
 ) -> tuple[Choice, Bound]:
-    """Find the choice with the lowest device peak that costs no more than ``budget_ms``.
-
-    Among choices with the same peak, prefer those that move fewer groups.
-    """
+    """See :meth:`GroupSearch.for_time`; where each group costs time, those with the most bytes."""
     if model.trace.moving_cost_ms(1, 1):
         movable = _affordable(model, movable, budget_ms)
-    search = _Search(model, movable, most_ms=budget_ms)
-    lower = search.bounds.lowest_peak_bytes(budget_ms)
-    best = search.lowest(lower, budget_ms)
-    reached = best.timing.peak_bytes
-    return best, Bound("peak_bytes", min(lower, reached), reached)
+    return GroupSearch(model, movable).for_time(budget_ms)
 
 
 def _by_stall(peak_bytes: float) -> Callable[[Choice], tuple[float, float, int]]:
@@ -222,22 +192,20 @@ def _by_stall(peak_bytes: float) -> Callable[[Choice], tuple[float, float, int]]
     return key
 
 
-class _Search:
-    """Searches sets of groups for a given peak or time."""
+class GroupSearch:
+    """Searches which of some groups move, for a given peak or time.
 
-    def __init__(
-        self,
-        model: IterationModel,
-        movable: frozenset[GroupKey],
-        max_steps: int = MAX_STEPS_OF_CHANGES,
-        bounds: LowerBounds | None = None,
-        most_ms: float = math.inf,
-    ) -> None:
-        self.bounds = bounds or LowerBounds(model, movable)
+    Args:
+        model: The timed trace.
+        movable: The groups that may move.
+    """
+
+    def __init__(self, model: IterationModel, movable: frozenset[GroupKey]) -> None:
+        self.bounds = LowerBounds(model, movable)
         self._model = model
         self._movable = movable
-        self._max_steps = max_steps
-        self._most_ms = most_ms
+        self._max_steps = MAX_STEPS_OF_CHANGES
+        self._most_ms = math.inf
         """Stall time above which a set is of no use."""
         self._is_large = len(movable) > MAX_CHANGED_GROUPS
         self._most_absent = model.most_absent_bytes(movable)
@@ -246,20 +214,63 @@ class _Search:
         self._good_reserve = 0
         """Index of the reserve that reached the last goal."""
         self._unit_bytes = max((job.out_bytes for job in self._jobs), default=0)
-        self._timings: dict[tuple[frozenset[GroupKey], float], Timing] = {}
+        self._timings: dict[tuple[frozenset[GroupKey], float, float], Timing] = {}
         nothing = frozenset[GroupKey]()
         self.nothing = Choice(nothing, arrange(model, nothing))
 
-    def fastest(self, peak_bytes: float, lower_ms: float) -> Choice:
-        """Minimize stall time for a reachable peak; ``lower_ms`` is a lower bound on it."""
-        key = _by_stall(peak_bytes)
-        goal_ms = lower_ms * (1 + NEAR) + MIN_STALL_MS
-        best = min(self._candidates(peak_bytes, goal_ms), key=key)
-        if self._is_large or not self._max_steps:
-            return best
-        return self._without_superfluous(self._improved(best, peak_bytes, goal_ms), peak_bytes)
+    def for_memory(
+        self, target_bytes: float, max_steps: int = MAX_STEPS_OF_CHANGES
+    ) -> tuple[Choice, Bound]:
+        """Find the choice with the least stall time for a device peak of at most ``target_bytes``.
 
-    def lowest(self, lower_bytes: float, budget_ms: float) -> Choice:
+        If no plan reaches that peak, minimize the time for the lowest possible peak. Groups whose
+        move helps neither stay.
+
+        Args:
+            target_bytes: The device peak.
+            max_steps: Limits the total steps of the iterations that are timed to improve on the
+                first result.
+        """
+        best = self.fastest(target_bytes, max_steps)
+        peak_bytes, lower_ms = self._reachable(target_bytes)
+        if not self._is_large and max_steps:
+            best = self._without_superfluous(best, peak_bytes)
+        reached_ms = best.timing.stall_ms
+        return best, Bound("stall_ms", min(lower_ms, reached_ms), reached_ms)
+
+    def fastest(self, target_bytes: float, max_steps: int = 0, most_ms: float = math.inf) -> Choice:
+        """Find the same, but with groups that need not move.
+
+        Args:
+            target_bytes: See :meth:`for_memory`.
+            max_steps: See :meth:`for_memory`.
+            most_ms: Stall time above which a choice is of no use: its peak may be infinite.
+        """
+        self._max_steps, self._most_ms = max_steps, most_ms
+        peak_bytes, lower_ms = self._reachable(target_bytes)
+        goal_ms = lower_ms * (1 + NEAR) + MIN_STALL_MS
+        best = min(self._candidates(peak_bytes, goal_ms), key=_by_stall(peak_bytes))
+        if self._is_large or not max_steps:
+            return best
+        return self._improved(best, peak_bytes, goal_ms)
+
+    def _reachable(self, target_bytes: float) -> tuple[float, float]:
+        """Return the peak that a plan can reach, and a lower bound on the stall time for it."""
+        peak_bytes = max(target_bytes, self.bounds.lowest_peak_bytes())
+        return peak_bytes, self.bounds.least_stall_ms(peak_bytes)
+
+    def for_time(self, budget_ms: float) -> tuple[Choice, Bound]:
+        """Find the choice with the lowest device peak that costs no more than ``budget_ms``.
+
+        Among choices with the same peak, prefer those that move fewer groups.
+        """
+        self._max_steps, self._most_ms = MAX_STEPS_OF_CHANGES, budget_ms
+        lower = self.bounds.lowest_peak_bytes(budget_ms)
+        best = self._lowest(lower, budget_ms)
+        reached = best.timing.peak_bytes
+        return best, Bound("peak_bytes", min(lower, reached), reached)
+
+    def _lowest(self, lower_bytes: float, budget_ms: float) -> Choice:
         """Find the lowest peak within a time budget."""
         best = self.nothing
         low, high = lower_bytes, self.nothing.timing.peak_bytes
@@ -432,9 +443,9 @@ class _Search:
         return choice
 
     def _choice(self, moving: frozenset[GroupKey], limit_bytes: float) -> Choice:
-        found = moving, limit_bytes
+        found = moving, limit_bytes, self._most_ms
         if found not in self._timings:
-            self._timings[found] = arrange(self._model, moving, limit_bytes, self._most_ms)
+            self._timings[found] = arrange(self._model, *found)
         return Choice(moving, self._timings[found])
 
 

@@ -24,8 +24,8 @@ from megatron.slipstream.plan.model import IterationModel
 from megatron.slipstream.plan.search import (
     MAX_STEPS_OF_CHANGES,
     Choice,
+    GroupSearch,
     choose_as_given,
-    choose_for_memory,
     choose_for_time,
 )
 from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
@@ -89,7 +89,7 @@ def select(
             timed one. A target or an allowed overhead requires times.
         moving: The groups that the policies allow to move.
         kept: The reason for every other group.
-        max_steps: See :func:`choose_for_memory`.
+        max_steps: See :meth:`GroupSearch.for_memory`.
     """
     trace, why_not = model.trace, why_not_followed(model.trace, options)
     if not trace.is_timed and _fits_without_moving(trace, options):
@@ -207,7 +207,7 @@ def _select_for_memory(
     target_bytes = options.target_memory_bytes
     assert target_bytes is not None
     fitting = model.fitting_groups(movable)
-    choice, bound = choose_for_memory(model, fitting, target_bytes, max_steps)
+    choice, bound = GroupSearch(model, fitting).for_memory(target_bytes, max_steps)
     notes: tuple[str, ...] = ()
     excess = choice.timing.peak_bytes - target_bytes
     if excess > 0:

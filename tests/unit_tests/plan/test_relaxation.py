@@ -16,6 +16,7 @@ from megatron.slipstream.plan import assignments
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.layer_visits import Boundary, LayerVisits, Place, RankLayer
+from megatron.slipstream.plan.model import IterationModel
 from megatron.slipstream.plan.relaxation import Limits, NothingFitsError, Relaxation, Stage
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 from megatron.slipstream.plan.trace import Bandwidth, Trace
@@ -306,7 +307,7 @@ def test_the_plan_by_count_keeps_what_host_memory_does_not_hold() -> None:
     machine = dense(8, movable_share=1.0)
     trace = machine.trace(Relaxation(machine.layers, PolicyOptions()))
     peaks = [
-        assignments.Limits(0, host_bytes, PolicyOptions()).counted_bytes(trace)
+        assignments.Limits(0, host_bytes, PolicyOptions()).counted_bytes(IterationModel(trace))
         for host_bytes in (None, 0)
     ]
     nothing = build_plan(trace, PolicyOptions(activation_offload_fraction=0.0))

@@ -56,7 +56,7 @@ from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.search import (
     MAX_SHARE_GIVEN_UP,
     MIN_SHARE_OF_COMPUTE,
-    choose_for_memory,
+    GroupSearch,
     choose_for_time,
 )
 from megatron.slipstream.plan.trace import GroupKey, MemoryReading, StepKind, StorageTrace, Trace
@@ -144,7 +144,7 @@ def test_a_target_moves_no_group_that_could_stay(seed: int) -> None:
     highest_bytes = float(model.present_bytes.max())
     target_bytes = highest_bytes * draw.uniform(0.3, 0.9)
     movable = model.fitting_groups(frozenset(group.key for group in trace.groups))
-    choice, _ = choose_for_memory(model, movable, target_bytes)
+    choice, _ = GroupSearch(model, movable).for_memory(target_bytes)
     assert choice.moving
     limit_bytes = max(target_bytes, choice.timing.peak_bytes)
     for key in choice.moving:
@@ -445,7 +445,7 @@ def test_no_subset_is_faster_within_a_memory_target(
     present = iteration.present_bytes
     lowest = (present - iteration.most_absent_bytes(movable)).max(initial=0.0)
     target = max(lowest, share * present.max(initial=0.0))
-    choice, bound = choose_for_memory(iteration, movable, target)
+    choice, bound = GroupSearch(iteration, movable).for_memory(target)
     assert choice.timing.peak_bytes <= target
     timings = (arrange(iteration, subset, target) for subset in subsets(movable))
     best_ms = min(timing.stall_ms for timing in timings if timing.peak_bytes <= target)
@@ -783,7 +783,7 @@ def test_where_there_are_few_groups_every_set_of_them_is_tried(seed: int) -> Non
     iteration = IterationModel(few_layers(seed))
     movable = iteration.fitting_groups([group.key for group in iteration.trace.groups])
     target = 0.7 * float(iteration.present_bytes.max())
-    choice, _ = choose_for_memory(iteration, movable, target)
+    choice, _ = GroupSearch(iteration, movable).for_memory(target)
     timings = [arrange(iteration, subset, target) for subset in subsets(movable)]
     best_ms = min(timing.stall_ms for timing in timings if timing.peak_bytes <= target)
     assert choice.timing.peak_bytes <= target
@@ -828,7 +828,7 @@ def test_of_plans_with_the_lowest_peak_the_one_that_moves_least_is_taken(
     lean = for_time(trace, 0.0)
     assert lean.moved_nbytes == moved_mb * MB
     # The set with which the search reached that peak.
-    monkeypatch.setattr(search._Search, "_leanest", lambda self, choice, budget_ms: choice)
+    monkeypatch.setattr(search.GroupSearch, "_leanest", lambda self, choice, budget_ms: choice)
     found = for_time(trace, 0.0)
     assert found.moved_nbytes == moved_mb_without * MB
     assert peak(lean) == peak(found)
