@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.slipstream.options.rules import Condition, Rule, option_rule, unsupported
+from megatron.slipstream.options.rules import Condition, Rule, option_rule
 
 _STATELESS_RECIPES = ("tensorwise", "blockwise", "mxfp8")
 """FP8 recipes that scale a tensor by its own values only."""
@@ -102,9 +102,7 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "delay_wgrad_compute",
         "the weight gradients would be computed outside of the chunk's backward",
     ),
-    unsupported(
-        _CHUNK,
-        lambda f: _is_chunk(f) and bool(f.fine_grained_activation_offloading),
+    Condition(_CHUNK, lambda f: _is_chunk(f) and bool(f.fine_grained_activation_offloading))(
         "offload_engine",
         "megatron-core's engine cannot be captured with a whole chunk",
         "set offload_engine=slipstream",
@@ -157,9 +155,10 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "a graph has one shape",
         "leave it out; sequence_packing gives documents of any length one shape",
     ),
-    unsupported(
+    Condition(
         "with cuda_graph_granularity=chunk and sequence_packing={sequence_packing}",
         lambda f: _is_chunk(f) and f.sequence_packing is not None and f.has_gpu,
+    )(
         "apply_rope_fusion",
         "unfused rotary embeddings read the lengths of sequences from the GPU",
         "leave --no-rope-fusion out",

@@ -12,7 +12,6 @@ from megatron.slipstream.options.rules import (
     Rule,
     is_one_of,
     option_rule,
-    unsupported,
 )
 
 _WITH_FAST_GROUPED_GEMM = (9, 10)
@@ -142,9 +141,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "set cuda_graph_impl=none",
         ("none",),
     ),
-    unsupported(
-        f"{_ON} on a GPU",
-        _is_on_gpu,
+    Condition(f"{_ON} on a GPU", _is_on_gpu)(
         "bf16",
         "torch's grouped GEMM waits for the GPU in any other precision",
         "set bf16=True",

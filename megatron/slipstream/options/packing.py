@@ -16,7 +16,6 @@ from megatron.slipstream.options.rules import (
     check_by,
     check_rules,
     option_rule,
-    unsupported,
 )
 from megatron.slipstream.packed_sequences.packing import pack_limits
 
@@ -81,9 +80,7 @@ PACKING_RULES: tuple[Rule, ...] = (
         "buffer of packed documents",
         "set 1 and a larger seq_length",
     ),
-    unsupported(
-        "seq_length={seq_length} and context_parallel_size={context_parallel_size}",
-        _packs,
+    Condition("seq_length={seq_length} and context_parallel_size={context_parallel_size}", _packs)(
         "thd_max_tokens",
         "pipeline stages exchange tensors of seq_length / context_parallel_size tokens",
         "set seq_length to thd_max_tokens times context_parallel_size, or leave thd_max_tokens out",
@@ -150,9 +147,7 @@ PACKING_RULES: tuple[Rule, ...] = (
     _unsupported(
         "experimental_attention_variant", "such layers are not known to keep documents apart"
     ),
-    unsupported(
-        _PACKS,
-        lambda f: _packs(f) and f.transformer_impl == "transformer_engine",
+    Condition(_PACKS, lambda f: _packs(f) and f.transformer_impl == "transformer_engine")(
         "attention_backend",
         "Transformer Engine's FlashAttention 2 and unfused attention take no padding between "
         "sequences",
@@ -171,9 +166,7 @@ PACKING_RULES: tuple[Rule, ...] = (
         "set at least 1",
         lambda f: f.cuda_graph_warmup_steps >= 1,
     ),
-    unsupported(
-        _LAYERS,
-        _captures_attention,
+    Condition(_LAYERS, _captures_attention)(
         "apply_rope_fusion",
         "unfused rotary embeddings read the lengths of sequences from the GPU",
         "leave --no-rope-fusion out, or attn out of cuda_graph_modules",
@@ -190,9 +183,9 @@ PACKING_RULES: tuple[Rule, ...] = (
         "delay_wgrad_compute",
         "the graphs of weight gradients are found by the number of the micro-batch",
     ),
-    unsupported(
-        _LAYERS,
-        lambda f: _captures_layers(f) and bool(f.fine_grained_activation_offloading),
+    Condition(
+        _LAYERS, lambda f: _captures_layers(f) and bool(f.fine_grained_activation_offloading)
+    )(
         "offload_engine",
         "megatron-core's engine expects a graph for each micro-batch",
         "set offload_engine=slipstream",
@@ -216,18 +209,20 @@ PACKING_RULES: tuple[Rule, ...] = (
         "ignore the padding between documents",
         "leave one of them out",
     ),
-    unsupported(
+    Condition(
         "with sequence_packing={sequence_packing} and mtp_num_layers={mtp_num_layers}",
         lambda f: _packs(f) and bool(f.mtp_num_layers),
+    )(
         "pipeline_model_parallel_layout",
         "intermediate pipeline stages do not get the tokens of packed documents",
         "leave one of them out",
         lambda f: f.pipeline_model_parallel_layout is None,
     ),
-    unsupported(
+    Condition(
         "with sequence_packing={sequence_packing}, num_experts={num_experts} and "
         "sequence_parallel={sequence_parallel}",
         lambda f: _packs(f) and f.sequence_parallel,
+    )(
         "mtp_num_layers",
         "megatron-core shifts a rank's part of the padding mask as if it were the whole mask",
         "leave sequence_parallel or mtp_num_layers out",

@@ -101,27 +101,6 @@ Accepted = Union[Predicate, Collection[Any], None]
 """Whether an option's value is supported, or the values that are; None: only if it is off."""
 
 
-def unsupported(
-    where: str, when: Predicate, option: str, because: str, cure: str, accepts: Accepted = None
-) -> Rule:
-    """Return the rule that ``option`` is not supported under a condition.
-
-    Args:
-        where: The condition in words, such as 'with x=1': a format string.
-        when: Whether the condition holds.
-        option: The option's name.
-        because: The reason.
-        cure: What to set.
-        accepts: The values that are supported.
-    """
-    if accepts is None:
-        requires: Predicate = lambda facts: not getattr(facts, option)  # noqa: E731
-    else:
-        requires = accepts if callable(accepts) else is_one_of(option, accepts)
-    message = f"{option}={{{option}}} is not supported {where} because {because}"
-    return option_rule(option, when, requires, message, cure)
-
-
 class Condition(NamedTuple):
     """A condition that some options are not supported under. A call returns one's rule."""
 
@@ -132,8 +111,20 @@ class Condition(NamedTuple):
     def __call__(
         self, option: str, because: str, cure: str = "leave it out", accepts: Accepted = None
     ) -> Rule:
-        """Return the rule of one option; for the arguments see :func:`unsupported`."""
-        return unsupported(self.where, self.when, option, because, cure, accepts)
+        """Return the rule of one option.
+
+        Args:
+            option: Its name.
+            because: Why it is not supported.
+            cure: What to set.
+            accepts: The values that are supported.
+        """
+        if accepts is None:
+            requires: Predicate = lambda facts: not getattr(facts, option)  # noqa: E731
+        else:
+            requires = accepts if callable(accepts) else is_one_of(option, accepts)
+        message = f"{option}={{{option}}} is not supported {self.where} because {because}"
+        return option_rule(option, self.when, requires, message, cure)
 
     def each(self, options: str, because: str, cure: str = "leave it out") -> tuple[Rule, ...]:
         """Return the rules of several options for one reason."""

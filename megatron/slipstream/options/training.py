@@ -13,7 +13,6 @@ from megatron.slipstream.options.rules import (
     Rule,
     always,
     option_rule,
-    unsupported,
     value_rule,
 )
 
@@ -121,10 +120,8 @@ _offloading_without_gpu = Condition(
 
 def _graphs_are_off(option: str, off: Any) -> Rule:
     """Return a rule against layer graphs without a GPU, where only chunk graphs are emulated."""
-    return unsupported(
-        "without a GPU",
-        # With packed sequences, the packing rules check layer graphs, with or without a GPU.
-        lambda f: not f.has_gpu and f.sequence_packing is None,
+    # With packed sequences, the packing rules check layer graphs, with or without a GPU.
+    return Condition("without a GPU", lambda f: not f.has_gpu and f.sequence_packing is None)(
         option,
         "CUDA graphs are captured from a GPU's streams",
         f"set {option}={off}, or leave it out",
@@ -208,22 +205,21 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "leave --mock-data out, or --data-path",
     ),
     # Without a GPU, our own core attention supports packed sequences; see cpu_modules.py.
-    unsupported(
+    Condition(
         "with sequence_packing={sequence_packing} on a GPU",
         lambda f: f.has_gpu and f.sequence_packing is not None,
+    )(
         "transformer_impl",
         "megatron-core's own attention takes no packed sequences",
         "set --transformer-impl transformer_engine",
         ("transformer_engine",),
     ),
-    unsupported(
-        "without a GPU",
-        lambda f: not f.has_gpu and f.tensor_model_parallel_size > 1,
+    Condition("without a GPU", lambda f: not f.has_gpu and f.tensor_model_parallel_size > 1)(
         "sequence_parallel",
         "megatron-core's layers for tensor parallelism then ask for a CUDA device",
         "leave --sequence-parallel out",
     ),
-    unsupported(
+    Condition(
         "without a GPU",
         lambda f: (
             not f.has_gpu
@@ -232,6 +228,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
             and (f.save is not None or f.load is not None)
             and not f.moe_sync_free_experts
         ),
+    )(
         "moe_grouped_gemm",
         "the grouped GEMM for the CPU has no sharded state for ckpt_format=torch_dist",
         "set --ckpt-format torch, or leave --moe-grouped-gemm out",

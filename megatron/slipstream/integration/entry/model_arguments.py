@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Optional
 
@@ -38,6 +37,7 @@ from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.options.modules import OF_LATENT_ATTENTION, OUTSIDE_LAYERS
 from megatron.slipstream.options.rules import (
+    Condition,
     Predicate,
     Rule,
     always,
@@ -45,7 +45,6 @@ from megatron.slipstream.options.rules import (
     is_one_of,
     option_rule,
     require,
-    unsupported,
 )
 from megatron.slipstream.plan.candidates import PolicyOptions
 
@@ -140,7 +139,7 @@ def _facts(args: Any, config: Any, state_gib: Optional[float]) -> Facts:
     return Facts(args, of_config, state_gib=state_gib)
 
 
-_unsupported = partial(unsupported, "with a plan from flags", always)
+_unsupported = Condition("with a plan from flags", always)
 
 _IN_16_BITS = "leave it out for sizes in 16 bits, an upper limit, or plan a recorded trace"
 _BY_RECIPE = (
@@ -174,9 +173,7 @@ def _not_modelled(option: str, accepts: Optional[Predicate] = None) -> Rule:
 
 
 def _other_state(option: str, accepts: Optional[Predicate] = None) -> Rule:
-    return unsupported(
-        "with a plan from flags",
-        lambda f: f.state_gib is None,
+    return Condition("with a plan from flags", lambda f: f.state_gib is None)(
         option,
         "state is planned as 16-bit weights, their gradients and Adam's state",
         "set --state-gib to the GiB of weights, gradients and optimizer on a rank",
