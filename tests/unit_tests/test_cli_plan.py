@@ -374,7 +374,7 @@ def test_help_teaches_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
         "slipstream plan trace.json --target-memory 60",
         "slipstream plan --gpu h200 -- --num-layers 32",
         "slipstream plan --hf-config config.json --seq-length 8192 --pp 4 --gpu h200",
-        "--args-file model.yaml",
+        "--args-file flags.txt",
     ):
         assert example in shown
 

@@ -17,6 +17,7 @@ from megatron.slipstream.estimate.fit import STEP_TOKENS, Finder, Fit
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.model_state import host_state_bytes, state_bytes
+from megatron.slipstream.estimate.shape_tables import table
 from megatron.slipstream.estimate.training_setup import Configured
 from megatron.slipstream.estimate.ways import BUDGET, BUILT_IN, FULL, HOST, WAYS, Iteration, Limits
 from megatron.slipstream.plan.progress_bar import bar_on_stderr
@@ -191,10 +192,7 @@ def _table(answer: Answer) -> Iterator[str]:
             used = [format_bytes(usage.parts.total), format_bytes(usage.host_bytes)]
         rows.append([_TITLES[fit.way], f"{fit.size:,}", *_times(fit.found), *used,
                      *_times(common), _WALLS[fit.wall]])  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells, wall in rows:
-        middle = map(str.rjust, cells, widths[1:-1])
-        yield "  ".join([name.ljust(widths[0]), *middle, wall])
+    return table(rows, left=(0, -1))
 
 
 def _times(row: Optional[Iteration]) -> list[str]:

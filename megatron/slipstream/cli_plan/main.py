@@ -35,7 +35,6 @@ from megatron.slipstream.estimate.shape_tables import (
     describe,
     layer_tables,
     rank_table,
-    write,
 )
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.estimate.training_command import is_command
@@ -294,11 +293,12 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
     speed = speed_for(configured, options)
     policy = _policy_options(options, configured.policy)
     ranks = _plan_ranks(configured, speed, policy, options)
-    sys.stdout.write(f"{answer(ranks, configured.title)}\n")
-    write(rank_table(ranks, speed.memory_gib, configured.num_ranks_of_host), sys.stdout)
-    write(["", *describe(configured, speed)], sys.stdout)
+    lines = [answer(ranks, configured.title)]
+    lines += rank_table(ranks, speed.memory_gib, configured.num_ranks_of_host)
+    lines += ["", *describe(configured, speed)]
     if options.details:
-        write(layer_tables(configured, speed), sys.stdout)
+        lines += layer_tables(configured, speed)
+    sys.stdout.writelines(f"{line}\n" for line in lines)
     shown = ranks[0]
     if shown.plan is None:
         sys.stdout.write(

@@ -49,7 +49,7 @@ Examples before the first run, without a GPU (sizes follow from shapes, times ar
   Plan megatron's flags, or a whole command (not a shell script); needs megatron-core:
     slipstream plan --gpu h200 -- --num-layers 32 --hidden-size 4096 ...
     slipstream plan --gpu h200 -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
-    slipstream plan --gpu h200 --args-file model.yaml
+    slipstream plan --gpu h200 --args-file flags.txt
 
   Plan the config.json of a model, with training options:
     slipstream plan --hf-config config.json --seq-length 8192 --pp 4 --gpu h200
@@ -273,7 +273,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--args-file",
         type=Path,
         metavar="FILE",
-        help="megatron's flags as text, or as YAML ('--num-layers: 32'; MODEL_ARGS at the top)",
+        help="a file of megatron's flags",
     )
     training = plan.add_argument_group(
         "training options (with --hf-config)",

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, Optional
 
 from megatron.slipstream.estimate.fit import Finder
+from megatron.slipstream.estimate.shape_tables import table
 from megatron.slipstream.estimate.ways import BUDGET, OFF, WAYS, Iteration
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
@@ -102,9 +103,7 @@ class Frontier:
     def render(self) -> str:
         """Render the Pareto-optimal plans as a table."""
         head = ["device peak", "step time", "overhead", "moved", "host memory", "option"]
-        rows = [head, *(_row(point) for point in self.pareto)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]) for row in rows]
+        lines = list(table([head, *map(_row, self.pareto)], left=(-1,)))
         lines += [
             f"{marker.name}: {format_bytes(marker.peak_bytes)}, {marker.total_ms:.1f} ms, "
             f"{marker.overhead_percent:.1f}%"

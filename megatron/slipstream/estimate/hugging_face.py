@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, Optional
@@ -58,43 +58,98 @@ def load_hub_config(path: Path) -> HubModel:
         raise ValueError(f"{path} is not JSON: {error}; give the config.json of a model") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise ValueError(f"{path} has no 'model_type'; give the config.json of a model")
-    reader = _Config(path, config)
-    convert = _CONVERTERS.get(config["model_type"])
-    if convert is None:
+    model_type, reader = config["model_type"], _Config(path, config)
+    fields = _FIELDS.get(model_type)
+    if fields is None:
         raise ValueError(
-            f"model_type={config['model_type']!r} of {path} is not supported because the "
-            f"meaning of its fields is not known; known are {', '.join(_CONVERTERS)}. Give "
-            "megatron's own flags after -- instead"
+            f"model_type={model_type!r} of {path} is not supported because the meaning of its "
+            f"fields is not known; known are {', '.join(_FIELDS)}. Give megatron's own flags after "
+            "-- instead"
         )
-    options = convert(reader)
-    names = {**_NAMES, **_NAMES_OF.get(config["model_type"], {})}
-    return HubModel(config["model_type"], options, tuple(_notes(config, reader, options)), names)
+    options = _more_options(model_type, reader)
+    for option, name in fields.items():
+        found = reader.number(name) if name[-1] != "?" else reader.optional(name[:-1])
+        options.setdefault(option, found)
+    names = {**_NAMES, **{option: name.rstrip("?") for option, name in fields.items()}}
+    names["num_experts"] = names.get("num_moe_experts", "num_experts")
+    return HubModel(model_type, options, tuple(_notes(config, reader, options)), names)
 
 
-_NAMES: Mapping[str, str] = {
+_DENSE = {
     "num_layers": "num_hidden_layers",
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
     "ffn_hidden_size": "intermediate_size",
-    "window_size": "sliding_window",
-    "share_embeddings_and_output_weights": "tie_word_embeddings",
+    "vocab_size": "vocab_size",
+}
+_LLAMA = {**_DENSE, "num_query_groups": "num_key_value_heads?", "kv_channels": "head_dim?"}
+_ROUTED = {"moe_router_topk": "num_experts_per_tok", "moe_ffn_hidden_size": "moe_intermediate_size"}
+_LATENT = {
+    "q_lora_rank": "q_lora_rank?",
+    "kv_lora_rank": "kv_lora_rank",
     "qk_head_dim": "qk_nope_head_dim",
     "qk_pos_emb_head_dim": "qk_rope_head_dim",
-    "moe_router_topk": "num_experts_per_tok",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
-    "moe_router_num_groups": "n_group",
-    "moe_router_group_topk": "topk_group",
+    "v_head_dim": "v_head_dim",
 }
-"""The fields of config.json by megatron's names, where these differ."""
+_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": {**_LLAMA, "num_moe_experts": "num_local_experts",
+                **_ROUTED, "moe_ffn_hidden_size": "intermediate_size"},
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "qwen3_moe": {**_LLAMA, "num_moe_experts": "num_experts", **_ROUTED},
+    "deepseek_v3": {**_DENSE, "num_moe_experts": "n_routed_experts", **_ROUTED, **_LATENT,
+                    "moe_router_num_groups": "n_group?", "moe_router_group_topk": "topk_group?"},
+}  # fmt: skip
+"""The number of config.json for each of megatron's options, by ``model_type``; ``?`` marks those
+that may be missing."""
 
-_NAMES_OF: Mapping[str, Mapping[str, str]] = {
-    "mixtral": {"num_experts": "num_local_experts", "moe_ffn_hidden_size": "intermediate_size"},
-    "deepseek_v3": {
-        "num_experts": "n_routed_experts",
-        "moe_shared_expert_intermediate_size": "n_shared_experts * moe_intermediate_size",
-    },
+MODEL_TYPES = tuple(_FIELDS)
+"""The supported values of ``model_type``."""
+
+_NAMES: Mapping[str, str] = {
+    "window_size": "sliding_window",
+    "share_embeddings_and_output_weights": "tie_word_embeddings",
+    "moe_shared_expert_intermediate_size": "n_shared_experts * moe_intermediate_size",
 }
-"""The same where a ``model_type`` has its own."""
+"""The fields of other options."""
+
+
+def _more_options(model_type: str, config: _Config) -> dict[str, Any]:
+    """Return the options that are no number of the file."""
+    found: dict[str, Any] = {
+        "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings")
+    }
+    if model_type not in ("llama", "deepseek_v3"):
+        found["window_size"] = config.window and (config.window, 0)
+    if model_type in ("qwen3", "qwen3_moe", "deepseek_v3"):
+        found["qk_layernorm"] = True
+    if model_type == "qwen3_moe":
+        found["moe_layer_freq"] = _sparse_layers(config)
+    if model_type == "deepseek_v3":
+        first = config.number("first_k_dense_replace", 0)
+        step = config.optional("moe_layer_freq") or 1
+        layers = range(config.num_layers())
+        found["moe_layer_freq"] = [layer >= first and layer % step == 0 for layer in layers]
+        shared = config.optional("n_shared_experts", 0) or 0
+        found["moe_shared_expert_intermediate_size"] = shared * config.number(
+            "moe_intermediate_size"
+        )
+        found["multi_latent_attention"] = True
+    return found
+
+
+def _sparse_layers(config: _Config) -> list[bool]:
+    step = config.optional("decoder_sparse_step") or 1
+    dense = config.list_of("mlp_only_layers", int)
+    layers = range(config.num_layers())
+    if absent := sorted(set(dense) - set(layers)):
+        raise ValueError(
+            f"mlp_only_layers={dense} names layer {absent[0]}, but "
+            f"num_hidden_layers={len(layers)}; correct the config.json"
+        )
+    return [layer not in dense and (layer + 1) % step == 0 for layer in layers]
 
 
 class _Config:
@@ -197,91 +252,3 @@ def _notes(config: Mapping[str, Any], reader: _Config, options: Mapping[str, Any
             "quantization_config is ignored: sizes and times are those of training in --precision"
         )
     return notes
-
-
-def _llama(config: _Config) -> dict[str, Any]:
-    """Convert Llama and similar models."""
-    return {
-        "num_layers": config.num_layers(),
-        "hidden_size": config.number("hidden_size"),
-        "num_attention_heads": config.number("num_attention_heads"),
-        "num_query_groups": config.optional("num_key_value_heads"),
-        "kv_channels": config.optional("head_dim"),
-        "ffn_hidden_size": config.number("intermediate_size"),
-        "vocab_size": config.number("vocab_size"),
-        "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings"),
-    }
-
-
-def _mistral(config: _Config) -> dict[str, Any]:
-    """Convert Mistral and Qwen 2, whose layers may have windows."""
-    return _llama(config) | {"window_size": config.window and (config.window, 0)}
-
-
-def _mixtral(config: _Config) -> dict[str, Any]:
-    return _mistral(config) | {
-        "num_moe_experts": config.number("num_local_experts"),
-        "moe_router_topk": config.number("num_experts_per_tok"),
-        "moe_ffn_hidden_size": config.number("intermediate_size"),
-    }
-
-
-def _qwen3(config: _Config) -> dict[str, Any]:
-    return _mistral(config) | {"qk_layernorm": True}
-
-
-def _qwen3_moe(config: _Config) -> dict[str, Any]:
-    step = config.optional("decoder_sparse_step") or 1
-    dense = config.list_of("mlp_only_layers", int)
-    layers = range(config.num_layers())
-    if absent := sorted(set(dense) - set(layers)):
-        raise ValueError(
-            f"mlp_only_layers={dense} names layer {absent[0]}, but "
-            f"num_hidden_layers={len(layers)}; correct the config.json"
-        )
-    return _qwen3(config) | {
-        "num_moe_experts": config.number("num_experts"),
-        "moe_router_topk": config.number("num_experts_per_tok"),
-        "moe_ffn_hidden_size": config.number("moe_intermediate_size"),
-        "moe_layer_freq": [layer not in dense and (layer + 1) % step == 0 for layer in layers],
-    }
-
-
-def _deepseek_v3(config: _Config) -> dict[str, Any]:
-    width = config.number("moe_intermediate_size")
-    first = config.number("first_k_dense_replace", 0)
-    step = config.optional("moe_layer_freq") or 1
-    layers = range(config.num_layers())
-    return _llama(config) | {
-        "num_query_groups": None,
-        "kv_channels": None,
-        "qk_layernorm": True,
-        "multi_latent_attention": True,
-        "q_lora_rank": config.optional("q_lora_rank"),
-        "kv_lora_rank": config.number("kv_lora_rank"),
-        "qk_head_dim": config.number("qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": config.number("qk_rope_head_dim"),
-        "v_head_dim": config.number("v_head_dim"),
-        "num_moe_experts": config.number("n_routed_experts"),
-        "moe_router_topk": config.number("num_experts_per_tok"),
-        "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": width
-        * (config.optional("n_shared_experts", 0) or 0),
-        "moe_router_num_groups": config.optional("n_group"),
-        "moe_router_group_topk": config.optional("topk_group"),
-        "moe_layer_freq": [layer >= first and layer % step == 0 for layer in layers],
-    }
-
-
-_CONVERTERS: Mapping[str, Callable[[_Config], dict[str, Any]]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "mixtral": _mixtral,
-    "qwen2": _mistral,
-    "qwen3": _qwen3,
-    "qwen3_moe": _qwen3_moe,
-    "deepseek_v3": _deepseek_v3,
-}
-
-MODEL_TYPES = tuple(_CONVERTERS)
-"""The supported values of ``model_type``."""

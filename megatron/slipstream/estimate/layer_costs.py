@@ -42,6 +42,8 @@ class Cost(NamedTuple):
     backward_factor: float = BACKWARD_PER_FORWARD
     kind: Products = "16 bits"
     """What the products are, since kinds reach other rates."""
+    weights: int = 0
+    """Parameters on the rank."""
     rerun_share: float = 0.0
     """The share of the forward that backward runs again, before its own operations."""
 
@@ -102,7 +104,7 @@ def _reruns(shape: ModelShape, is_moe: bool, setting: LayerSetting) -> dict[str,
     """Return the share of each part that backward runs again."""
     again = {part: 1.0 for module in setting for part in _RERUN_PARTS.get(module, ())}
     if "mla_up_proj" in setting and shape.latent_attention is not None:
-        up, down = _latent_projections(shape)
+        up, down = _projection_flops(shape)
         again["qkv_linear"] = up / (up + down)
     # A fused norm runs again with its linear layer.
     mlp_norm = "mlp" if shape.uses_transformer_engine and not is_moe else "layernorm"
@@ -135,29 +137,39 @@ def attended_pairs(shape: ModelShape) -> float:
     return (length * window - window * window / 2) / shape.parallelism.cp
 
 
-def _latent_projections(shape: ModelShape) -> tuple[float, float]:
-    """Return the operations of multi-latent attention's up- and down-projections."""
+def _latent_projections(shape: ModelShape) -> tuple[int, int]:
+    """Return the parameters of multi-latent attention's up- and down-projections."""
     latent, hidden = shape.latent_attention, shape.hidden_size
     assert latent is not None
     key_width = latent.qk_head_dim + latent.qk_pos_emb_head_dim
     up = (latent.q_lora_rank or hidden) * shape.heads * key_width
     up += latent.kv_lora_rank * shape.heads * (latent.qk_head_dim + latent.v_head_dim)
-    # Down projections are replicated on the tensor-parallel ranks, each for its own tokens.
     down = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim + (latent.q_lora_rank or 0))
+    return up, down
+
+
+def _projection_flops(shape: ModelShape) -> tuple[float, float]:
+    """Return the operations of the same.
+
+    Ranks of a tensor-parallel group have all down-projections, each for its own tokens.
+    """
+    up, down = _latent_projections(shape)
     return 2.0 * shape.tokens * up, 2.0 * shape.region_tokens * down
 
 
 def _attention(shape: ModelShape) -> dict[str, Cost]:
     size, hidden, latent = shape.element_bytes, shape.hidden_size, shape.latent_attention
-    tokens, tp = shape.tokens, shape.parallelism.tp
+    tokens = shape.tokens
     key_width = value_width = shape.head_dim
     groups = shape.groups
     if latent:
         key_width = latent.qk_head_dim + latent.qk_pos_emb_head_dim
         value_width, groups = latent.v_head_dim, shape.heads
-        project = sum(_latent_projections(shape))
+        project, weights = sum(_projection_flops(shape)), sum(_latent_projections(shape))
     else:
-        project = 2.0 * tokens * hidden * (shape.heads + 2 * groups) * shape.head_dim
+        weights = hidden * (shape.heads + 2 * groups) * shape.head_dim
+        project = 2.0 * tokens * weights
+    proj_weights = hidden * shape.heads * value_width
     query, key, value = (
         tokens * heads * width * size
         for heads, width in (
@@ -173,7 +185,7 @@ def _attention(shape: ModelShape) -> dict[str, Cost]:
         pairs *= 2
         scores = 4.0 * pairs * size
     return {
-        "qkv_linear": _linear(shape, project, shape.region_tokens * hidden),
+        "qkv_linear": _linear(shape, project, shape.region_tokens * hidden, weights),
         "rotary": Cost(0.0, 2.0 * (query + key + value)),
         "core_attn": Cost(
             2.0 * pairs * (key_width + value_width),
@@ -182,9 +194,7 @@ def _attention(shape: ModelShape) -> dict[str, Cost]:
             "attention",
         ),
         "attn_proj": _linear(
-            shape,
-            2.0 * tokens * hidden * shape.num_attention_heads / tp * value_width,
-            tokens * shape.heads * value_width,
+            shape, 2.0 * tokens * proj_weights, tokens * shape.heads * value_width, proj_weights
         ),
     }
 
@@ -200,9 +210,10 @@ def _experts(shape: ModelShape) -> dict[str, Cost]:
     one_copy = shape.region_tokens * hidden * size
     routed = one_copy * experts.topk
     rows, width = shape.expert_tokens, experts.ffn_hidden_size // par.etp
+    weights = hidden * experts.num_experts
     found = {
         "router": Cost(
-            2.0 * shape.region_tokens * hidden * experts.num_experts, one_copy + 2.0 * routed
+            2.0 * shape.region_tokens * weights, one_copy + 2.0 * routed, weights=weights
         )
     }
     if experts.shared_ffn_hidden_size:
@@ -212,26 +223,33 @@ def _experts(shape: ModelShape) -> dict[str, Cost]:
             sum(cost.flops for cost in shared),
             sum(cost.traffic_bytes for cost in shared),
             kind=_kind(shape),
+            weights=sum(cost.weights for cost in shared),
         )
-    found |= zip(_EXPERTS, _projections(shape, "expert", rows, width).values(), strict=True)
+    num_local = experts.num_experts // par.ep
+    of_experts = _projections(shape, "expert", rows, width, num_local).values()
+    found |= zip(_EXPERTS, of_experts, strict=True)
     return found | {"combine": Cost(0.0, routed + one_copy)}
 
 
-def _projections(shape: ModelShape, prefix: str, rows: int, width: int) -> dict[str, Cost]:
+def _projections(
+    shape: ModelShape, prefix: str, rows: int, width: int, num_experts: int = 1
+) -> dict[str, Cost]:
     """Return the costs of two linear layers and the activation function between them."""
     factor = 2 if shape.gated_linear_unit else 1
-    flops = 2.0 * rows * shape.hidden_size * width
+    weights = shape.hidden_size * width
+    flops = 2.0 * rows * weights
+    weights *= num_experts
     return {
-        f"{prefix}_fc1": _linear(shape, factor * flops, rows * shape.hidden_size),
+        f"{prefix}_fc1": _linear(shape, factor * flops, rows * shape.hidden_size, factor * weights),
         f"{prefix}_act": Cost(0.0, 1.0 * rows * width * (factor + 1) * shape.element_bytes),
-        f"{prefix}_fc2": _linear(shape, flops, rows * width),
+        f"{prefix}_fc2": _linear(shape, flops, rows * width, weights),
     }
 
 
-def _linear(shape: ModelShape, flops: float, input_numel: float) -> Cost:
+def _linear(shape: ModelShape, flops: float, input_numel: float, weights: int) -> Cost:
     """Return the cost of a linear layer, with the quantization of its input in fp8."""
     each = shape.element_bytes + 2 * shape.linear_input_bytes if shape.fp8_recipe else 0.0
-    return Cost(flops, input_numel * each, kind=_kind(shape))
+    return Cost(flops, input_numel * each, kind=_kind(shape), weights=weights)
 
 
 def _kind(shape: ModelShape) -> Products:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron.slipstream.estimate.layer_costs import layer_costs
 from megatron.slipstream.estimate.model_shapes import ModelShape
 
 HOST_BYTES = 16
@@ -36,14 +37,15 @@ def num_parameters(shape: ModelShape, pp_rank: int) -> NumParameters:
     """
     dense = experts = 0
     vocabulary = shape.vocab_size * shape.hidden_size // shape.parallelism.tp
+    of_kind: dict[bool, tuple[int, int]] = {}
     for chunk in shape.chunks_of(pp_rank):
         for layer in chunk.layers:
-            dense += _attention(shape)
-            if shape.is_moe(layer):
-                more_dense, more_experts = _experts(shape)
-                dense, experts = dense + more_dense, experts + more_experts
-            else:
-                dense += _linears(shape, shape.ffn_hidden_size // shape.parallelism.tp)
+            is_moe = shape.is_moe(layer)
+            if is_moe not in of_kind:
+                weights = {part: cost.weights for part, cost in layer_costs(shape, layer).items()}
+                in_experts = weights.get("expert_fc1", 0) + weights.get("expert_fc2", 0)
+                of_kind[is_moe] = sum(weights.values()) - in_experts, in_experts
+            dense, experts = dense + of_kind[is_moe][0], experts + of_kind[is_moe][1]
         dense += vocabulary * chunk.is_first
         is_shared = shape.share_embeddings_and_output_weights and chunk.is_first
         dense += vocabulary * (chunk.is_last and not is_shared)
@@ -76,31 +78,3 @@ def _optimized(shape: ModelShape, pp_rank: int) -> float:
     if par.shards_optimizer:
         expert_ranks = max(1, ranks * par.tp // (par.ep * par.etp))
     return found.dense / ranks + found.experts / expert_ranks
-
-
-def _attention(shape: ModelShape) -> int:
-    hidden, latent = shape.hidden_size, shape.latent_attention
-    if latent is None:
-        return hidden * (2 * shape.heads + 2 * shape.groups) * shape.head_dim
-    key_width = latent.qk_head_dim + latent.qk_pos_emb_head_dim
-    # Down projections are replicated on every tensor-parallel rank.
-    count = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
-    count += latent.kv_lora_rank * shape.heads * (latent.qk_head_dim + latent.v_head_dim)
-    if latent.q_lora_rank is None:
-        count += hidden * shape.heads * key_width
-    else:
-        count += latent.q_lora_rank * (hidden + shape.heads * key_width)
-    return count + hidden * shape.heads * latent.v_head_dim
-
-
-def _experts(shape: ModelShape) -> tuple[int, int]:
-    experts, par = shape.experts, shape.parallelism
-    assert experts is not None
-    dense = shape.hidden_size * experts.num_experts
-    dense += _linears(shape, experts.shared_ffn_hidden_size // par.tp)
-    each = _linears(shape, experts.ffn_hidden_size // par.etp)
-    return dense, each * experts.num_experts // par.ep
-
-
-def _linears(shape: ModelShape, width: int) -> int:
-    return shape.hidden_size * width * (3 if shape.gated_linear_unit else 2)

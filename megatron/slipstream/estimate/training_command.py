@@ -1,24 +1,17 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Reads a training run's flags from a command line or from a text or YAML file.
+"""Reads a training run's flags from a command line or from a file.
 
-:mod:`~megatron.slipstream.integration.entry.arguments` parses them. A text file contains the words
-that would follow the script on a command line; ``#`` starts a comment. A YAML file maps flags to
-values, under ``MODEL_ARGS`` as in megatron's own test cases, or at the top level:
-
-    MODEL_ARGS:
-      --num-layers: 32
-      --swiglu: true
-      --offload-modules: [core_attn, attn_proj]
+:mod:`~megatron.slipstream.integration.entry.arguments` parses them. A file contains the words of a
+command line; ``#`` starts a comment.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from megatron.slipstream.estimate.file_errors import wrong_with
 
@@ -110,51 +103,13 @@ def read_flags(path: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(
-            f"--args-file={path} {wrong_with(error)}; give a file of megatron's flags, as text or "
-            "YAML"
+            f"--args-file={path} {wrong_with(error)}; give a file of megatron's flags"
         ) from error
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"--args-file={path} is not a text file: {error}; give a file of megatron's flags, as "
-            "text or YAML"
+            f"--args-file={path} is not a text file: {error}; give a file of megatron's flags"
         ) from error
-    if path.suffix not in (".yaml", ".yml"):
-        try:
-            return shlex.split(text.replace("\\\n", " "), comments=True)
-        except ValueError as error:
-            raise ValueError(f"{path} is not a list of flags: {error}; close the quotes") from error
-    values = _yaml(path, text)
-    values = values.get("MODEL_ARGS", values)
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no flags; write one '--name: value' per line")
-    return [word for name, value in values.items() for word in _words(path, name, value)]
-
-
-def _yaml(path: Path, text: str) -> dict[Any, Any]:
     try:
-        import yaml
-    except ImportError:
-        raise ValueError(
-            f"--args-file={path} needs PyYAML, which is not installed; pip install pyyaml, or "
-            "write the flags as text"
-        ) from None
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no flags; write one '--name: value' per line")
-    return values
-
-
-def _words(path: Path, name: Any, value: Any) -> Iterator[str]:
-    if not isinstance(name, str):
-        raise ValueError(f"{path}: {name!r} is not a flag; write one '--name: value' per line")
-    if isinstance(value, dict):
-        raise ValueError(f"{path}: {name} holds a mapping, not a value; write '--name: value'")
-    if value is None or value is False:
-        return
-    yield "--" + name.removeprefix("--").replace("_", "-")
-    if value is not True:
-        for word in value if isinstance(value, list) else [value]:
-            yield str(word)
+        return shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a list of flags: {error}; close the quotes") from error

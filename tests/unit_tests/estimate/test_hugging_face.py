@@ -173,38 +173,10 @@ def test_a_missing_config_is_named(tmp_path: Path) -> None:
 FLAGS = ["--num-layers", "32", "--swiglu", "--offload-modules", "core_attn", "attn_proj"]
 
 
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("a.txt", "--num-layers 32 \\\n  --swiglu # gated\n--offload-modules core_attn attn_proj"),
-        ("a.yaml", "MODEL_ARGS:\n  --num-layers: 32\n  --swiglu: true\n"
-                   "  --offload-modules: [core_attn, attn_proj]\n  --bf16: false\n"),
-        ("a.yml", "num_layers: 32\nswiglu: true\noffload_modules: [core_attn, attn_proj]\n"),
-    ],
-)  # fmt: skip
-def test_flags_can_be_text_or_yaml(tmp_path: Path, name: str, content: str) -> None:
-    path = tmp_path / name
-    path.write_text(content)
+def test_flags_are_read_from_text(tmp_path: Path) -> None:
+    path = tmp_path / "flags"
+    path.write_text("--num-layers 32 \\\n  --swiglu # gated\n--offload-modules core_attn attn_proj")
     assert read_flags(path) == FLAGS
-
-
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("a.txt", "--x 'y", "is not a list of flags"),
-        ("a.yaml", "- 1", "holds no flags"),
-        ("a.yaml", "a: [", "is not YAML"),
-        ("a.yaml", "MODEL_ARGS: 3", "holds no flags"),
-        ("a.yaml", "1: 2", "1 is not a flag"),
-        ("a.yaml", "a: {b: 1}", "a holds a mapping"),
-    ],
-)
-def test_what_is_no_file_of_flags_is_refused(
-    tmp_path: Path, name: str, content: str, message: str
-) -> None:
-    path = tmp_path / name
-    path.write_text(content)
-    with pytest.raises(ValueError) as error:
+    path.write_text("--x 'y")
+    with pytest.raises(ValueError, match=r"flags is not a list of flags: .*; close the quotes"):
         read_flags(path)
-    assert message in str(error.value)
-    assert str(path) in str(error.value)
