@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -308,13 +309,14 @@ def test_a_write_that_fails_in_the_end_names_its_option(
         )
 
 
-def test_help_of_plan_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_plan_teaches_by_two_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "--help"])
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
-    assert "slipstream plan trace.json --target-memory 60 --output plan.json" in shown
-    assert "--frontier frontier.png" in shown
+    assert "slipstream plan --hf-config config.json --longest-sequence --gpu h100" in shown
+    assert "slipstream plan trace.json --target-memory 60 --timeline plan.html" in shown
+    assert len(re.findall(r"^    slipstream plan ", shown, re.MULTILINE)) == 2
 
 
 def run_without_torch(*arguments: object) -> None:

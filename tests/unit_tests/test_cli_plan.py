@@ -215,13 +215,6 @@ def test_whole_layers_are_recomputed(small: Path, capsys: pytest.CaptureFixture[
     # The input of a layer, 8192 tokens of 4096 elements.
     assert row_of(shown, "checkpoint_inputs")[1:4] == ["64.0 MiB", "100.0%", "64.0 MiB"]
     assert "of 8 groups move" in shown  # of two micro-batches
-    block = ("--recompute-method", "block", "--recompute-num-layers", 1)
-    assert show(*training, "--recompute-granularity", "full", *block) == 0
-    shown = capsys.readouterr().out
-    assert "recomputing 1 whole layers" in shown
-    assert "Saved by a dense layer (3 of them)" in shown
-    assert show(*training, "--recompute-granularity", "full", "--recompute-num-layers", 2) == 0
-    assert "of 4 groups move" in capsys.readouterr().out
 
 
 def test_a_plan_that_does_not_fit_says_so(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,10 +271,6 @@ def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
             ["--hf-config", LLAMA, "--seq-length", "8", "--recompute-granularity", "full",
              "--recompute-modules", "mlp"],
             "--recompute-modules is not supported with --recompute-granularity=full because",
-        ),
-        (
-            ["--hf-config", LLAMA, "--seq-length", "8", "--recompute-num-layers", "2"],
-            "--recompute-num-layers has no effect without --recompute-granularity full; set that",
         ),
         (
             ["--hf-config", LLAMA, "--seq-length", "8", "--target-memory", "20",
@@ -363,20 +352,6 @@ def test_a_file_of_flags_that_is_no_text_is_told(
     path.write_bytes(b"--num-layers\xff 4")
     assert show("--args-file", path) == 2
     assert f"--args-file={path} is not a text file: " in capsys.readouterr().err
-
-
-def test_help_teaches_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        show("--help")
-    assert stopped.value.code == 0
-    shown = capsys.readouterr().out
-    for example in (
-        "slipstream plan trace.json --target-memory 60",
-        "slipstream plan --gpu h200 -- --num-layers 32",
-        "slipstream plan --hf-config config.json --seq-length 8192 --pp 4 --gpu h200",
-        "--args-file flags.txt",
-    ):
-        assert example in shown
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,6 @@ def test_experts_of_a_dense_model_are_not_divided(
     assert show(flag, "1") == 0
 
 
-def test_a_negative_minimum_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert show("--min-offloaded-tensor-size", "-5") == 2
-    assert capsys.readouterr().err == (
-        "error: --min-offloaded-tensor-size=-5 is negative; set a number of elements (not bytes), "
-        "0 to move every tensor\n"
-    )
-    assert show("--min-offloaded-tensor-size", "0") == 0
-
-
 @pytest.mark.parametrize(
     "goal, status",
     [

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Optional
 
 from megatron.slipstream.cli_plan.models import speed_for
@@ -34,19 +34,6 @@ _TITLES = {"off": "off", "selective": "selective recomputation", "full": "full r
            "built-in": "built-in engine", "budget": "memory budget"}  # fmt: skip
 _WALLS = {"state": "state", "layers": "layers' saved bytes", "backward": "backward of one layer",
           "logits": "logits and loss", HOST: "host memory", "": "none"}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The fits of all ways, and what they take at a size that several reach."""
-
-    unit: str
-    """What is counted: tokens, or sequences."""
-    fits: tuple[Fit, ...]
-    common_size: int
-    """0 if there is none."""
-    rows: tuple[Optional[Iteration], ...]
-    """What each way takes at the common size."""
 
 
 def prepare_search(options: argparse.Namespace) -> bool:
@@ -86,9 +73,10 @@ def show_fits(configured: Configured, options: argparse.Namespace) -> int:
     if is_default and configured.shape.parallelism.pp == 1:
         configured = replace(configured, num_micro_batches=1)
     finder = finder_for(configured, speed, options)
-    answer = _answer(finder, options)
-    sys.stdout.writelines(f"{line}\n" for line in _lines(answer, finder, speed, options))
-    return 0 if any(fit.size for fit in answer.fits) else NOTHING_FITS
+    with bar_on_stderr() as progress:
+        fits = [finder.fit(way) for way in progress.track(WAYS, description="searching")]
+    sys.stdout.writelines(f"{line}\n" for line in _lines(fits, finder, speed, options))
+    return 0 if any(fit.size for fit in fits) else NOTHING_FITS
 
 
 def _memory_bytes(speed: Speed, options: argparse.Namespace) -> int:
@@ -129,46 +117,30 @@ def finder_for(configured: Configured, speed: Speed, options: argparse.Namespace
     return Finder(configured, speed, limits, "seq_length", step)
 
 
-def _answer(finder: Finder, options: argparse.Namespace) -> Answer:
-    """Search with a progress bar."""
-    fits = []
-    with bar_on_stderr() as progress:
-        for way in progress.track(WAYS, description="searching"):
-            fits.append(finder.fit(way))
-    sizes = {fit.way: fit.size for fit in fits}
-    common = sizes[FULL] or sizes[BUDGET]
+def _lines(
+    fits: Sequence[Fit], finder: Finder, speed: Speed, options: argparse.Namespace
+) -> Iterator[str]:
+    """Yield the answer, the table of all ways, how to train so, and what this assumes."""
+    unit = "sequences" if options.largest_micro_batch else "tokens"
+    budget = fits[WAYS.index(BUDGET)]
+    common = {fit.way: fit.size for fit in fits}[FULL] or budget.size
     if options.longest_sequence and "seq_length" in options.typed:
         common = options.seq_length
-    rows = tuple(finder.at(way, common) if common else None for way in WAYS)
-    unit = "sequences" if options.largest_micro_batch else "tokens"
-    return Answer(unit, tuple(fits), common, rows)
-
-
-def _lines(
-    answer: Answer, finder: Finder, speed: Speed, options: argparse.Namespace
-) -> Iterator[str]:
-    yield _sentence(answer, finder, speed)
+    yield _sentence(fits, budget, unit, finder, speed)
     yield ""
-    yield from _table(answer)
-    row = answer.fits[WAYS.index(BUDGET)].found
-    if row is not None:
-        flags = " ".join(["--activation-memory-budget auto", *row.tiles.flags])
+    yield from _table(fits, common, unit, finder)
+    if budget.found is not None:
+        flags = " ".join(["--activation-memory-budget auto", *budget.found.tiles.flags])
         yield f"For the last row, train with {flags}"
     yield _assumptions(finder, speed, options)
     if not options.details:
         yield "--details shows what each way does and what fills the device"
         return
-    for fit in answer.fits:
-        yield from ("", *_details(fit, answer.unit))
+    for fit in fits:
+        yield from ("", *_details(fit, unit))
 
 
-def _sentence(answer: Answer, finder: Finder, speed: Speed) -> str:
-    budget = answer.fits[WAYS.index(BUDGET)]
-    others = ", ".join(
-        f"{_TITLES[fit.way]} {fit.size:,}{' at most' * (fit.way == BUILT_IN)}"
-        for fit in answer.fits
-        if fit.way != BUDGET
-    )
+def _sentence(fits: Sequence[Fit], budget: Fit, unit: str, finder: Finder, speed: Speed) -> str:
     par = finder.configured.shape.parallelism
     gpus = f"one {speed.name} GPU" if par.num_gpus == 1 else f"{par.num_gpus} {speed.name} GPUs"
     start = f"{finder.configured.title} on {gpus}"
@@ -179,24 +151,30 @@ def _sentence(answer: Answer, finder: Finder, speed: Speed) -> str:
             f"{format_bytes(budget.beyond.parts.state)}"
         )  # fmt: skip
         return f"{start}: no size fits{beyond}; divide the model further (--pp, --tp, --dp)"
-    return f"{start}: {budget.size:,} {answer.unit} with a memory budget; {others}"
+    others = ", ".join(
+        f"{_TITLES[fit.way]} {fit.size:,}{' at most' * (fit.way == BUILT_IN)}"
+        for fit in fits
+        if fit.way != BUDGET
+    )
+    return f"{start}: {budget.size:,} {unit} with a memory budget; {others}"
 
 
-def _table(answer: Answer) -> Iterator[str]:
-    at = f"step at {answer.common_size:,}" if answer.common_size else "step"
-    rows = [["way", answer.unit, "step", "tokens/s", "device", "host", at, "tokens/s", "wall"]]
-    for fit, common in zip(answer.fits, answer.rows, strict=True):
+def _table(fits: Sequence[Fit], common: int, unit: str, finder: Finder) -> Iterator[str]:
+    at = f"step at {common:,}" if common else "step"
+    rows = [["way", unit, "step", "tokens/s", "device", "host", at, "tokens/s", "wall"]]
+    for fit in fits:
         used = ["-", "-"]
         if fit.found is not None:
             usage = fit.found.usage
             used = [format_bytes(usage.parts.total), format_bytes(usage.host_bytes)]
+        there = finder.at(fit.way, common) if common else None
         rows.append([_TITLES[fit.way], f"{fit.size:,}", *_times(fit.found), *used,
-                     *_times(common), _WALLS[fit.wall]])  # fmt: skip
+                     *_times(there), _WALLS[fit.wall]])  # fmt: skip
     return table(rows, left=(0, -1))
 
 
-def _times(row: Optional[Iteration]) -> list[str]:
-    return [f"{row.step_ms / 1e3:.3g} s", f"{row.tokens_per_s:,.0f}"] if row else ["-", "-"]
+def _times(found: Optional[Iteration]) -> list[str]:
+    return [f"{found.step_ms / 1e3:.3g} s", f"{found.tokens_per_s:,.0f}"] if found else ["-", "-"]
 
 
 def _assumptions(finder: Finder, speed: Speed, options: argparse.Namespace) -> str:

@@ -89,36 +89,22 @@ def _by_hub_config(options: argparse.Namespace) -> Configured:
 def _of_hub_model(model: HubModel, options: argparse.Namespace) -> Configured:
     shape = _hub_shape(model, options)
     count = options.num_micro_batches
-    given = {"min_numel": options.min_offloaded_tensor_size}
     return Configured(
         f"{options.hf_config.name} ({model.model_type})",
         shape,
         tuple(options.offload_modules or usable_modules(shape)),
         default_micro_batches(shape.parallelism) if count is None else count,
         notes=model.notes,
-        **{name: value for name, value in given.items() if value is not None},
     )
 
 
 def _refuse_without_effect(model: HubModel, options: argparse.Namespace) -> None:
     """Reject options that would not affect the plan."""
-    minimum = options.min_offloaded_tensor_size
-    if minimum is not None and minimum < 0:
-        raise ValueError(
-            f"--min-offloaded-tensor-size={minimum} is negative; set a number of elements (not "
-            "bytes), 0 to move every tensor"
-        )
     if options.recompute_granularity == "full" and options.recompute_modules:
         raise ValueError(
             f"{flag_of('recompute_modules', options)} is not supported with recompute_granularity="
             "full because whole layers are recomputed then; leave it out"
         )
-    for name in ("recompute_method", "recompute_num_layers"):
-        if getattr(options, name) is not None and options.recompute_granularity != "full":
-            raise ValueError(
-                f"{flag_of(name, options)} has no effect without --recompute-granularity full; "
-                "set that, or leave it out"
-            )
     if model.options.get("num_moe_experts"):
         return
     for name in ("ep", "etp"):
@@ -152,10 +138,8 @@ def _recomputation(options: argparse.Namespace) -> dict[str, Any]:
     if options.recompute_granularity == "full":
         return {
             "recompute_granularity": "full",
-            "recompute_method": options.recompute_method or "uniform",
-            "recompute_num_layers": (
-                1 if options.recompute_num_layers is None else options.recompute_num_layers
-            ),
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
         }
     modules = options.recompute_modules
     if modules is None and options.recompute_granularity == "selective":

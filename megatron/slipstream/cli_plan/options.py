@@ -14,52 +14,17 @@ from megatron.slipstream.estimate.model_shapes import ATTENTION_BACKENDS
 from megatron.slipstream.options.fields import AUTO_OVERHEAD_PERCENT, parse_percent
 
 _EPILOG = """\
-Examples with a recorded trace (training writes one with --offload-trace-path trace.json):
-
-  Show which groups move, when, and the cost:
-    slipstream plan trace.json
-
-  Find the fastest plan under 60 GiB, save it, and show where it stalls:
-    slipstream plan trace.json --target-memory 60 --output plan.json --timeline plan.html
-
-  Free the most memory for 1 percent of the step time:
-    slipstream plan trace.json --max-overhead 1
-
-  Plan the same iteration with sequences of 16,384 tokens:
-    slipstream plan trace.json --seq-length 16k
-
-  Draw memory against time for all targets:
-    slipstream plan trace.json --frontier frontier.png
-
-Examples of what fits (nothing is run; 8k is 8192 tokens):
+Examples (nothing is run; 8k is 8192 tokens):
 
   The longest sequence of Llama-3-8B on one H100, with gradients in bfloat16 and no optimizer:
     slipstream plan --hf-config config.json --longest-sequence --gpu h100 --state-gib 30 \\
         --cross-entropy-fusion-impl te
 
-  The same for 64 GPUs, with 100 GiB of host memory for each, compared at 32k tokens:
-    slipstream plan --hf-config config.json --longest-sequence --gpu h200 --pp 4 --dp 16 \\
-        --host-memory 100 --seq-length 32k
+  The fastest plan under 60 GiB of a recorded iteration (--offload-trace-path trace.json):
+    slipstream plan trace.json --target-memory 60 --timeline plan.html
 
-  The largest micro-batch of a training command:
-    slipstream plan --largest-micro-batch --gpu h100 -- torchrun --nproc-per-node 8 ...
-
-Examples before the first run, without a GPU (sizes follow from shapes, times are estimated):
-
-  Plan megatron's flags, or a whole command (not a shell script); needs megatron-core:
-    slipstream plan --gpu h200 -- --num-layers 32 --hidden-size 4096 ...
-    slipstream plan --gpu h200 -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
-    slipstream plan --gpu h200 --args-file flags.txt
-
-  Plan the config.json of a model, with training options:
-    slipstream plan --hf-config config.json --seq-length 8192 --pp 4 --gpu h200
-
-  Plan some modules only, on a GPU that is not in the table:
-    slipstream plan --hf-config config.json --seq-length 8192 \\
-        --offload-modules core_attn attn_proj --gpu h100 --tflops 400 --gb-per-s 25
-
-A timeline as .json opens in https://ui.perfetto.dev. A frontier as .json holds every plan of the
-sweep. Times are simulated from those in the trace: a real step stalls at least as long.
+With megatron-core, the flags of a training are planned, too: slipstream plan -- torchrun ...
+Times are simulated from those of the trace, or estimated: a real step stalls at least as long.
 
 Exit status: 0; 2 for invalid options; 3 if no plan keeps to --target-memory (the shown plan has the
 lowest peak) or no size fits; 4 if the trace lacks the times or memory readings that a goal needs.
@@ -139,13 +104,8 @@ TRAINING = {
               "optimizer's state with the context-parallel ranks (default: the fewest)", dest="dp"),
         Given("--recompute-granularity", ("selective", "full"),
               "modules, or whole layers, are recomputed"),
-        Given("--recompute-method", ("uniform", "block"),
-              "which layers are, of 'full' (default: uniform)"),
-        Given("--recompute-num-layers", int, "layers of a checkpoint, or of 'block' (default: 1)"),
         Given("--recompute-modules", "names", "modules that are recomputed"),
         Given("--offload-modules", "names", "modules that may move (default: all)"),
-        Given("--min-offloaded-tensor-size", int,
-              "smaller tensors stay (default: 1048576 elements)"),
     )
 }  # fmt: skip
 """Options for a model from --hf-config, by name in the namespace."""

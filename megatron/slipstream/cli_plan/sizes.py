@@ -8,7 +8,6 @@ import argparse
 from collections.abc import Sequence
 
 from megatron.slipstream.cli_plan.options import flag_of
-from megatron.slipstream.estimate.saved_tensors import marked_modules
 from megatron.slipstream.estimate.synthetic import Workplan
 
 MAX_GROUPS = 100_000
@@ -30,48 +29,31 @@ def check_sizes(work: Workplan, ranks: Sequence[int], options: argparse.Namespac
     Raises:
         ValueError: The plan is too large; the message says what to reduce.
     """
-    _check_groups(work, ranks, options)
-    chunks = work.chunks.items()
+    count, par, chunks = work.num_micro_batches, work.shape.parallelism, work.chunks.items()
+    each = max(1, sum(chunk.num_groups for (rank, _), chunk in chunks if rank in ranks))
+    if each * count > MAX_GROUPS:
+        smallest = 1 if par.vpp is None else max(par.group_size or 0, par.pp)
+        largest = MAX_GROUPS // each // smallest * smallest
+        shrink = [f"set --num-micro-batches to {largest} or less"] if largest else []
+        if len(ranks) > 1:
+            shrink.append("plan one pipeline rank with --rank")
+        if not largest:
+            shrink.append(f"name fewer modules ({flag_of('offload_modules', options)})")
+            shrink.append(f"fewer layers (num_layers={work.shape.num_layers})")
+        raise ValueError(
+            f"--num-micro-batches={count} is not supported with this model because {count} "
+            f"times {each} groups would be planned and the limit is {MAX_GROUPS}; "
+            f"{', or '.join(shrink)}"
+        )
     most = max(sum(c.saved_bytes for (rank, _), c in chunks if rank == one) for one in ranks)
-    if most * work.num_micro_batches > MAX_BYTES:
+    if most * count > MAX_BYTES:
         sizes = {
             flag_of("seq_length", options): work.shape.seq_length,
             flag_of("micro_batch_size", options): work.shape.micro_batch_size,
-            "--num-micro-batches": work.num_micro_batches,
+            "--num-micro-batches": count,
         }
         shown = ", ".join(f"{flag}={value}" for flag, value in sizes.items())
         raise ValueError(
-            f"{shown}: the activations of a rank are {most * work.num_micro_batches / 2**30:.3g} "
-            f"GiB per iteration, but a plan supports up to {MAX_BYTES >> 30}; reduce one of them"
+            f"{shown}: the activations of a rank are {most * count / 2**30:.3g} GiB per iteration, "
+            f"but a plan supports up to {MAX_BYTES >> 30}; reduce one of them"
         )
-
-
-def _check_groups(work: Workplan, ranks: Sequence[int], options: argparse.Namespace) -> None:
-    each = max(1, sum(_groups_of(work, rank) for rank in ranks))
-    count = work.num_micro_batches
-    if each * count <= MAX_GROUPS:
-        return
-    par = work.shape.parallelism
-    smallest = 1 if par.vpp is None else max(par.group_size or 0, par.pp)
-    largest = MAX_GROUPS // each // smallest * smallest
-    shrink = [f"set --num-micro-batches to {largest} or less"] if largest else []
-    if len(ranks) > 1:
-        shrink.append("plan one pipeline rank with --rank")
-    if not largest:
-        shrink.append(f"name fewer modules ({flag_of('offload_modules', options)})")
-        shrink.append(f"fewer layers (num_layers={work.shape.num_layers})")
-    raise ValueError(
-        f"--num-micro-batches={count} is not supported with this model because {count} "
-        f"times {each} groups would be planned and the limit is {MAX_GROUPS}; "
-        f"{', or '.join(shrink)}"
-    )
-
-
-def _groups_of(work: Workplan, rank: int) -> int:
-    """Count a rank's groups per micro-batch; a layer without groups counts as one."""
-    layers = [layer for chunk in work.shape.chunks_of(rank) for layer in chunk.layers]
-    by_kind = {
-        work.shape.is_moe(layer): len(set(marked_modules(work.shape, layer)) & set(work.modules))
-        for layer in {work.shape.is_moe(layer): layer for layer in layers}.values()
-    }
-    return sum(max(1, by_kind[work.shape.is_moe(layer)]) for layer in layers)

@@ -192,6 +192,10 @@ def sweep_budgets(
     high, state = off.usage.parts.total, off.usage.parts.state
     report = progress or (lambda done, total: None)
     points: list[FrontierPoint] = []
+
+    def overhead_percent(found: Iteration) -> float:
+        return 100 * (found.step_ms / off.step_ms - 1)
+
     for place in range(num_points):
         report(place, num_points)
         # Closer together where memory is short, since time changes most there.
@@ -199,10 +203,21 @@ def sweep_budgets(
         budget = _bytes_to_type(low + (high - low) * share - state)
         row = model.within(replace(finder.limits, device_bytes=state + budget))
         if row is not None:
-            points.append(_point_of(budget, row, off.step_ms))
+            points.append(
+                FrontierPoint(
+                    option="activation_memory_budget",
+                    value=budget,
+                    peak_bytes=row.usage.parts.total,
+                    total_ms=row.step_ms,
+                    overhead_percent=overhead_percent(row),
+                    moved_nbytes=row.usage.moved_bytes,
+                    peak_host_bytes=row.usage.host_bytes,
+                    text=row.describe(),
+                )
+            )
     report(num_points, num_points)
     markers = tuple(
-        Marker(way, row.usage.parts.total, row.step_ms, _percent(row, off.step_ms))
+        Marker(way, row.usage.parts.total, row.step_ms, overhead_percent(row))
         for way, row in rows.items()
     )
     return Frontier(mark_pareto(points), off.step_ms, True, markers)
@@ -238,23 +253,6 @@ def _point(trace: Trace, base: PolicyOptions, option: Sweep, value: float) -> Fr
         moved_nbytes=plan.moved_nbytes,
         peak_host_bytes=simulation.peak_host_bytes,
     )
-
-
-def _point_of(value: int, row: Iteration, compute_ms: float) -> FrontierPoint:
-    return FrontierPoint(
-        option="activation_memory_budget",
-        value=value,
-        peak_bytes=row.usage.parts.total,
-        total_ms=row.step_ms,
-        overhead_percent=_percent(row, compute_ms),
-        moved_nbytes=row.usage.moved_bytes,
-        peak_host_bytes=row.usage.host_bytes,
-        text=row.label,
-    )
-
-
-def _percent(row: Iteration, compute_ms: float) -> float:
-    return 100 * (row.step_ms / compute_ms - 1)
 
 
 def _bytes_to_type(nbytes: float) -> int:

@@ -16,58 +16,16 @@ from megatron.slipstream.plan.render import Unit, format_bytes, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # The colours also differ in lightness, for colour-blind readers.
 _BLUE, _GREEN = "#4477aa", "#228833"
 _MUTED = "#666666"
-_DPI = 130
-
-
-def frontier_png(frontier: Frontier) -> bytes:
-    """Draw each plan of a sweep by its peak and overhead, with a line through the Pareto front.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    figure = _new_figure(9.0, 5.6)
-    axes = figure.subplots()
-    drawn: list[FrontierPoint | Marker] = [*frontier.points, *frontier.markers]
-    unit = unit_of(max(item.peak_bytes for item in drawn))
-    line = frontier.pareto
-    axes.plot(
-        [point.peak_bytes / unit.nbytes for point in line],
-        [point.overhead_percent for point in line],
-        drawstyle="steps-post",
-        color=_BLUE,
-        linewidth=1.6,
-        zorder=2,
-        label="nothing is better in both",
-    )
-    _draw_points(axes, frontier, unit)
-    options = {point.option for point in frontier.points}
-    is_of_budgets = options == {"activation_memory_budget"}
-    planned = "memory budgets, estimated" if is_of_budgets else "plans of one trace, simulated"
-    what = "device peak" if frontier.is_measured else "saved storages on the device, peak"
-    axes.set_xlabel(f"{what} ({unit.name})")
-    axes.set_ylabel(f"overhead (% of {frontier.compute_ms:.4g} ms compute)")
-    axes.margins(x=0.12)
-    # Overheads are 0 or more, so the label of the plan without offloading fits below 0.
-    top = max(1.0, *(item.overhead_percent for item in drawn))
-    axes.set_ylim(-0.16 * top, 1.25 * top)
-    axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= 1.2 * top])
-    for place, marker in enumerate(frontier.markers):
-        _annotate(axes, marker, unit, (0, 14 if place else -12))
-    axes.grid(color="#eeeeee")
-    axes.set_axisbelow(True)
-    axes.legend(frameon=False, loc="upper right")
-    figure.suptitle(
-        f"Memory against time: {len(frontier.points)} {planned}",
-        fontsize=12,
-        x=0.01,
-        ha="left",
-    )
-    return _png(figure)
+_SERIES = {
+    "activation_offload_fraction": ("a fraction of the groups", "o", "#bbbbbb"),
+    "target_memory_bytes": ("a target for the device peak", "D", _BLUE),
+    "max_overhead_percent": ("a limit of the overhead", "s", _GREEN),
+    "activation_memory_budget": ("a memory budget", "D", _BLUE),
+}
 
 
 def require_matplotlib() -> None:
@@ -85,30 +43,51 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def _new_figure(width_inches: float, height_inches: float) -> Figure:
+def frontier_png(frontier: Frontier) -> bytes:
+    """Draw each plan of a sweep by its peak and overhead, with a line through the Pareto front.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    figure = Figure((width_inches, height_inches), dpi=_DPI, layout="constrained")
-    figure.set_facecolor("white")
-    return figure
-
-
-def _png(figure: Figure) -> bytes:
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
+    figure = Figure((9.0, 5.6), dpi=130, layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    drawn: list[FrontierPoint | Marker] = [*frontier.points, *frontier.markers]
+    unit = unit_of(max(item.peak_bytes for item in drawn))
+    axes.plot(
+        [point.peak_bytes / unit.nbytes for point in frontier.pareto],
+        [point.overhead_percent for point in frontier.pareto],
+        drawstyle="steps-post",
+        color=_BLUE,
+        linewidth=1.6,
+        zorder=2,
+        label="nothing is better in both",
+    )
+    _draw_points(axes, frontier, unit)
+    what = "device peak" if frontier.is_measured else "saved storages on the device, peak"
+    axes.set_xlabel(f"{what} ({unit.name})")
+    axes.set_ylabel(f"overhead (% of {frontier.compute_ms:.4g} ms compute)")
+    axes.margins(x=0.12)
+    # Overheads are 0 or more, so the label of the plan without offloading fits below 0.
+    top = max(1.0, *(item.overhead_percent for item in drawn))
+    axes.set_ylim(-0.16 * top, 1.25 * top)
+    axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= 1.2 * top])
+    for place, marker in enumerate(frontier.markers):
+        _annotate(axes, marker, unit, is_above=place > 0)
+    axes.grid(color="#eeeeee")
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="upper right")
+    axes.spines[["top", "right"]].set_visible(False)
+    is_of_budgets = {point.option for point in frontier.points} == {"activation_memory_budget"}
+    planned = "memory budgets, estimated" if is_of_budgets else "plans of one trace, simulated"
+    title = f"Memory against time: {len(frontier.points)} {planned}"
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     stream = io.BytesIO()
     # Omit matplotlib's version, so that the same plan gives the same bytes.
     figure.savefig(stream, format="png", metadata={"Software": None})
     return stream.getvalue()
-
-
-_SERIES = {
-    "activation_offload_fraction": ("a fraction of the groups", "o", "#bbbbbb"),
-    "target_memory_bytes": ("a target for the device peak", "D", _BLUE),
-    "max_overhead_percent": ("a limit of the overhead", "s", _GREEN),
-    "activation_memory_budget": ("a memory budget", "D", _BLUE),
-}
 
 
 def _draw_points(axes: Axes, frontier: Frontier, unit: Unit) -> None:
@@ -129,14 +108,13 @@ def _draw_points(axes: Axes, frontier: Frontier, unit: Unit) -> None:
             )
 
 
-def _annotate(axes: Axes, marker: Marker, unit: Unit, offset_points: tuple[int, int]) -> None:
-    is_above = offset_points[1] > 0
+def _annotate(axes: Axes, marker: Marker, unit: Unit, is_above: bool) -> None:
     place = (marker.peak_bytes / unit.nbytes, marker.overhead_percent)
     axes.scatter(*place, s=60, marker="x", color=_MUTED, zorder=5)
     axes.annotate(
         f"{marker.name}\n{format_bytes(marker.peak_bytes)}, {marker.total_ms:.4g} ms",
         place,
-        xytext=offset_points,
+        xytext=(0, 14 if is_above else -12),
         textcoords="offset points",
         ha="left" if is_above else "right",
         va="bottom" if is_above else "top",

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Optional
 
+from megatron.slipstream.estimate.model_options import PARALLELISM
 from megatron.slipstream.estimate.model_shapes import (
     ATTENTION_BACKENDS,
     BYTES_OF,
@@ -43,21 +44,14 @@ def _conflict(what: str, other: str, why: str, cure: str) -> str:
 
 def _sizes(shape: ModelShape) -> Iterator[tuple[str, Optional[int]]]:
     """Yield every number by megatron's name; None if it is not set."""
-    names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size",
-             "seq_length", "micro_batch_size", "num_query_groups", "kv_channels",
-             "window_size")  # fmt: skip
-    for name in names:
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
+                 "vocab_size", "seq_length", "micro_batch_size", "num_query_groups", "kv_channels",
+                 "window_size"):  # fmt: skip
         yield name, getattr(shape, name)
     yield "recompute_num_layers", shape.layers_per_checkpoint
-    par = shape.parallelism
-    yield "tensor_model_parallel_size", par.tp
-    yield "context_parallel_size", par.cp
-    yield "pipeline_model_parallel_size", par.pp
-    yield "virtual_pipeline_model_parallel_size", par.vpp
-    yield "microbatch_group_size_per_vp_stage", par.group_size
-    yield "expert_model_parallel_size", par.ep
-    yield "expert_tensor_parallel_size", par.etp
-    yield "data_parallel_size", par.dp
+    for field, name in PARALLELISM.items():
+        if field != "sequence_parallel":
+            yield name, getattr(shape.parallelism, field)
     if shape.latent_attention is not None:
         yield from vars(shape.latent_attention).items()
     if (experts := shape.experts) is not None:
@@ -89,17 +83,14 @@ def _wrong_choices(shape: ModelShape) -> Iterator[str]:
     ):
         if value not in choices:
             yield f"{name}={value!r} is not modelled; set one of {', '.join(choices)}"
-    backend, cp = shape.attention_backend, shape.parallelism.cp
-    divided = f"context_parallel_size={cp}", f"attention_backend={backend!r}"
-    if backend == "local" and cp > 1:
-        why = "megatron-core's own core attention is not divided"
-        yield _conflict(*divided, why, "set 'fused' or 'flash'")
-    if backend == "unfused" and cp > 1:
-        why = "Transformer Engine divides fused kernels only"
-        yield _conflict(*divided, why, "set 'fused' or 'flash'")
+    backend, cp = shape.attention_backend, f"context_parallel_size={shape.parallelism.cp}"
+    given = f"attention_backend={backend!r}"
+    if backend in ("local", "unfused") and shape.parallelism.cp > 1:
+        why = "only Transformer Engine's fused kernels are divided"
+        yield _conflict(cp, given, why, "set 'fused' or 'flash'")
     if backend in ("fused", "flash") and shape.precision == "fp32":
         why = "its kernels have 16-bit inputs"
-        yield _conflict(divided[1], "precision='fp32'", why, "set 'unfused' or 'local'")
+        yield _conflict(given, "precision='fp32'", why, "set 'unfused' or 'local'")
 
 
 def _wrong_settings(shape: ModelShape) -> Iterator[str]:

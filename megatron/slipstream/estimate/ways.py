@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Optional
@@ -32,7 +33,6 @@ from megatron.slipstream.plan.settings import (
     WHOLE,
     Assignment,
     LayerSetting,
-    describe_setting,
 )
 from megatron.slipstream.plan.templates import ChunkPass, RankTemplates
 from megatron.slipstream.plan.trace import StepKind, Trace
@@ -225,35 +225,24 @@ class Iteration:
 
     def describe(self) -> str:
         """Return what it recomputes, moves and tiles, as text."""
-        return "; ".join(self._texts(_long_text, ": ")) or "everything kept on the device"
-
-    @property
-    def label(self) -> str:
-        """The same in short."""
-        return ", ".join(self._texts(describe_setting, " x ")) or "keep"
-
-    def _texts(self, name: Callable[[LayerSetting], str], joint: str) -> Iterator[str]:
-        assignment = max(self.ranks.values(), key=lambda item: max(item.device_bytes)).assignment
-        counts = {setting: assignment.count(setting) for setting in dict.fromkeys(assignment)}
-        is_long = joint == ": "
-        for setting, count in counts.items():
-            layers = f" layer{'s' if count > 1 else ''}" if is_long else ""
-            if len(counts) > 1:
-                yield f"{count}{layers}{joint}{name(setting)}"
-            elif setting:
-                yield name(setting)
-        moved = self.usage.moved_bytes
-        if self.modules and moved:
-            yield f"{', '.join(sorted(self.modules))} offloaded"
-        elif moved:
-            yield f"{format_bytes(moved)} offloaded"
-        yield from itertools.compress(("MLPs in tiles", "logits in tiles"), self.tiles)
+        highest = max(self.ranks.values(), key=lambda item: max(item.device_bytes))
+        counts = Counter(highest.assignment)
+        texts = [
+            f"{_text(setting)} ({count})" if len(counts) > 1 else _text(setting)
+            for setting, count in counts.items()
+            if setting or len(counts) > 1
+        ]
+        if moved := self.usage.moved_bytes:
+            what = ", ".join(sorted(self.modules)) or format_bytes(moved)
+            texts.append(f"{what} offloaded")
+        texts += itertools.compress(("MLPs in tiles", "logits in tiles"), self.tiles)
+        return ", ".join(texts) or "everything kept on the device"
 
 
-def _long_text(setting: LayerSetting) -> str:
+def _text(setting: LayerSetting) -> str:
     if setting == WHOLE:
         return "whole layers recomputed"
-    return f"{' and '.join(sorted(setting))} recomputed" if setting else "nothing recomputed"
+    return f"{' and '.join(sorted(setting)) or 'nothing'} recomputed"
 
 
 @dataclass(frozen=True)

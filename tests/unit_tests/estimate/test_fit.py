@@ -235,7 +235,7 @@ def test_a_budget_is_used_up_by_layers_that_keep_more() -> None:
     search = finder(shape, 60, state_gib=30)
     found = search.at(BUDGET, 16_384)
     assert found is not None
-    assert " layers: " in found.describe()
+    assert " recomputed (" in found.describe()
     keeping = replace(search, limits=replace(search.limits, device_bytes=200 * GIB))
     fastest = keeping.at(BUDGET, 16_384)
     full = keeping.at(FULL, 16_384)
