@@ -242,6 +242,7 @@ class _Marker:
 
     def __init__(self, work: Workplan, shape: ModelShape, chunk: Chunk) -> None:
         self._plan, self._shape = work, shape
+        self._spans: dict[int, dict[str, Sequence[str]]] = {}
         self.groups: list[TemplateGroup] = []
         self.storages: list[TemplateStorage] = []
         self._group_of = {
@@ -253,6 +254,8 @@ class _Marker:
         work, saved = self._plan, saved_tensors(self._shape, layer)
         marked = [name for name in marked_modules(self._shape, layer) if name in work.modules]
         group_of = {name: len(self.groups) + place for place, name in enumerate(marked)}
+        parts = list(layer_costs(self._shape, layer))
+        self._spans[layer] = {name: _span(name, parts) for name in marked}
         with_small: set[int] = set()
         for name, (tensor, savers) in savers_of(saved).items():
             groups = tuple(group_of[part] for part in savers if part in group_of)
@@ -272,7 +275,7 @@ class _Marker:
         for stretch in stretches:
             groups = self._group_of.get(stretch.layer, {})
             is_output = stretch.part == OUTPUT_LAYER
-            spans = {name: _span(name, self._shape, stretch.layer) for name in groups}
+            spans = self._spans.get(stretch.layer, {})
             for name, span in spans.items():
                 if stretch.part == span[0]:
                     yield Mark(StepKind.FORWARD_START, groups[name], name)
@@ -294,9 +297,8 @@ class _Marker:
         for stretch in stretches:
             groups = self._group_of.get(stretch.layer, {})
             is_output = stretch.part == OUTPUT_LAYER
-            for name in groups:
-                is_read = stretch.part in _span(name, self._shape, stretch.layer)
-                if is_read and groups[name] not in used:
+            for name, span in self._spans.get(stretch.layer, {}).items():
+                if stretch.part in span and groups[name] not in used:
                     used.add(groups[name])
                     yield Mark(StepKind.BACKWARD_USE, groups[name], name)
             if is_output:
@@ -324,9 +326,8 @@ _LAST_PARTS: dict[str, str] = {
 """The part of a layer at whose end a module's group ends, if it is not the module's own."""
 
 
-def _span(module: str, shape: ModelShape, layer: int) -> Sequence[str]:
+def _span(module: str, parts: list[str]) -> Sequence[str]:
     """Return the parts of a layer between the marks of a module's group."""
-    parts = list(layer_costs(shape, layer))
     if module == CHECKPOINT_INPUTS:
         return parts
     first, last = parts.index(module), parts.index(_LAST_PARTS.get(module, module))

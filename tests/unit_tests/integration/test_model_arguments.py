@@ -255,7 +255,7 @@ def flags_of(options: dict[str, Any]) -> list[str]:
             words += [flag, str([int(item) for item in value]).replace(" ", "")]
         elif value not in (None, False):
             words += [flag, str(value)]
-    heads = options["num_query_groups"]
+    heads = options.get("num_query_groups")
     return [*words, *(["--group-query-attention"] if heads else [])]
 
 
