@@ -169,7 +169,6 @@ def test_layers_that_a_config_does_not_have_are_refused(tmp_path: Path) -> None:
     }  # fmt: skip
     for changes, message in (
         ({"mlp_only_layers": [2]}, "names layer 2, but num_hidden_layers=2"),
-        ({"sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 is less than 1"),
     ):
         path.write_text(json.dumps(config | changes))

@@ -72,7 +72,7 @@ def load_hub_config(path: Path) -> HubModel:
         options.setdefault(option, found)
     names = {**_NAMES, **{option: name.rstrip("?") for option, name in fields.items()}}
     names["num_experts"] = names.get("num_moe_experts", "num_experts")
-    return HubModel(model_type, options, tuple(_notes(config, reader, options)), names)
+    return HubModel(model_type, options, tuple(_notes(config)), names)
 
 
 _DENSE = {
@@ -109,7 +109,6 @@ MODEL_TYPES = tuple(_FIELDS)
 """The supported values of ``model_type``."""
 
 _NAMES: Mapping[str, str] = {
-    "window_size": "sliding_window",
     "share_embeddings_and_output_weights": "tie_word_embeddings",
     "moe_shared_expert_intermediate_size": "n_shared_experts * moe_intermediate_size",
 }
@@ -121,8 +120,6 @@ def _more_options(model_type: str, config: _Config) -> dict[str, Any]:
     found: dict[str, Any] = {
         "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings")
     }
-    if model_type not in ("llama", "deepseek_v3"):
-        found["window_size"] = config.window and (config.window, 0)
     if model_type in ("qwen3", "qwen3_moe", "deepseek_v3"):
         found["qk_layernorm"] = True
     if model_type == "qwen3_moe":
@@ -205,42 +202,15 @@ class _Config:
             raise ValueError(f"{self._path}: {name}={values!r} is not a list of {kind.__name__}")
         return values
 
-    @property
-    def num_windowed(self) -> int:
-        """The number of layers whose attention is limited to ``sliding_window`` tokens."""
-        if not self.optional("sliding_window", 0):
-            return 0
-        count = self.num_layers()
-        if kinds := self.list_of("layer_types", str):
-            if len(kinds) != count:
-                raise ValueError(
-                    f"{self._path}: layer_types has {len(kinds)} entries, but "
-                    f"num_hidden_layers={count}; correct the config.json"
-                )
-            return kinds.count("sliding_attention")
-        if self._config["model_type"].startswith("qwen"):
-            first = self.optional("max_window_layers", 0) or 0
-            return max(0, count - first) if self.flag("use_sliding_window") else 0
-        return count
 
-    @property
-    def window(self) -> Optional[int]:
-        """The window of every layer; None if any layer has none."""
-        return (
-            self.optional("sliding_window", 0) if self.num_windowed == self.num_layers() else None
-        )
-
-
-def _notes(config: Mapping[str, Any], reader: _Config, options: Mapping[str, Any]) -> list[str]:
+def _notes(config: Mapping[str, Any]) -> list[str]:
     notes = []
-    size, windowed = config.get("sliding_window"), reader.num_windowed
-    if windowed and options.get("window_size"):
-        notes.append(f"sliding_window={size} shortens attention; what is saved does not change")
-    elif windowed:
+    is_qwen = config["model_type"].startswith("qwen")  # A window is off there by default.
+    if config.get("sliding_window") and config.get("use_sliding_window", not is_qwen):
         notes.append(
-            f"sliding_window={size} of {windowed} layers is ignored: attention is planned over "
-            "the whole sequence, so the predicted compute time, and the copies that hide behind "
-            "it, are too high"
+            f"sliding_window={config['sliding_window']} is ignored: attention is planned over the "
+            "whole sequence, so the predicted compute time, and the copies that hide behind it, "
+            "are too high"
         )
     if config.get("num_nextn_predict_layers"):
         notes.append(

@@ -308,68 +308,63 @@ _CHECKPOINTS = frozenset({"moe", "mlp", "shared_experts", "core_attn"})
 """Modules that run again in a checkpoint; others fill the output of their forward."""
 
 
+_ATTENTION = "query key value"
+_FLOWS: Mapping[str, tuple[str, str, str]] = {
+    "attn_norm": ("layer_input", "layer_input", "normed_input"),
+    "qkv_linear": ("layer_input", "normed_input", _ATTENTION),
+    "rotary": ("layer_input", _ATTENTION, _ATTENTION),
+    "core_attn": ("layer_input", _ATTENTION, "output"),
+    "attn_proj": ("layer_input", "output", ""),
+    "attn_residual": ("layer_input", "", "attended"),
+    "mlp_norm": ("attended", "attended", "normed_attended"),
+    "mlp_fc1": ("attended", "normed_attended", "projected"),
+    "mlp_act": ("attended", "projected", "activated"),
+    "mlp_fc2": ("attended", "activated", ""),
+    "router": ("attended", "normed_attended", "expert_input"),
+    "shared_experts": ("attended", "normed_attended", ""),
+    "expert_fc1": ("attended", "expert_input", "projected"),
+    "moe_act": ("attended", "projected", "activated"),
+    "expert_fc2": ("attended", "activated", "expert_output"),
+    "combine": ("attended", "expert_output", ""),
+    "mlp_residual": ("attended", "", "layer_output"),
+}
+"""The stream of each part, and the names of what it takes and gives."""
+
+
 def _flows(
     shape: ModelShape, full: Mapping[str, tuple[SavedTensor, ...]], parts: Iterable[str]
 ) -> dict[str, Flow]:
     """Return what goes through the parts of a layer."""
-    hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
+    par, each = shape.parallelism, shape.element_bytes
+    factor = 2 if shape.gated_linear_unit else 1
+    hidden = shape.region_tokens * shape.hidden_size * each
+    streams = ("layer_input", "normed_input", "attended", "normed_attended", "layer_output")
+    sizes = {name: (name, hidden) for name in streams}
     attention = {tensor.name: tensor.nbytes for tensor in full["core_attn"]}
-    qkv = {name: attention[name] for name in ("query", "key", "value")}
+    sizes |= {name: (name, attention[name]) for name in _ATTENTION.split()}
     outputs = [tensor for tensor in full["core_attn"] if tensor.name.startswith("attention_output")]
     output = (outputs or full["attn_proj"])[0]
-    scores = sum(attention.values()) if shape.attention_backend in ("unfused", "local") else 0
-    normed, normed_mlp = {"normed_input": hidden}, {"normed_attended": hidden}
-    attended = {output.name: output.nbytes}
-    found = {
-        "attn_norm": Flow("layer_input", {"layer_input": hidden}, normed),
-        "qkv_linear": Flow("layer_input", normed, qkv),
-        "rotary": Flow("layer_input", qkv, qkv),
-        "core_attn": Flow("layer_input", qkv, attended, scores),
-        "attn_proj": Flow("layer_input", attended, {}),
-        "attn_residual": Flow("layer_input", {}, {"attended": hidden}),
-        "mlp_norm": Flow("attended", {"attended": hidden}, normed_mlp),
-        "mlp_residual": Flow("attended", {}, {"layer_output": hidden}),
-    }
-    if "router" not in parts:
-        width = shape.ffn_hidden_size // shape.parallelism.tp
-        return found | _projection_flows(shape, "mlp", normed_mlp, (shape.tokens, width), {})
-    experts = shape.experts
-    assert experts is not None
-    rows, width = shape.expert_tokens, experts.ffn_hidden_size // shape.parallelism.etp
-    sent = rows * shape.hidden_size * shape.element_bytes
-    taken, given = {"expert_input": sent}, {"expert_output": sent}
-    if experts.shared_ffn_hidden_size:
-        width_of_shared = experts.shared_ffn_hidden_size // shape.parallelism.tp
-        size = (shape.tokens, width_of_shared)
-        activation = _projection_flows(shape, "shared", normed_mlp, size, {})["shared_act"]
-        inside = sum(activation.taken.values()) + sum(activation.given.values())
-        found["shared_experts"] = Flow("attended", normed_mlp, {}, inside)
-    of_experts = _projection_flows(shape, "expert", taken, (rows, width), given)
-    return found | {
-        "router": Flow("attended", normed_mlp, taken),
-        "expert_fc1": of_experts["expert_fc1"],
-        "moe_act": of_experts["expert_act"],
-        "expert_fc2": of_experts["expert_fc2"],
-        "combine": Flow("attended", given, {}),
-    }
-
-
-def _projection_flows(
-    shape: ModelShape,
-    prefix: str,
-    taken: Mapping[str, int],
-    size: tuple[int, int],
-    given: Mapping[str, int],
-) -> dict[str, Flow]:
-    """Return what goes through two linear layers and the activation function between them."""
-    numel = size[0] * size[1] * shape.element_bytes
-    projected = {f"{prefix}_projected": numel * (2 if shape.gated_linear_unit else 1)}
-    activated = {f"{prefix}_activated": numel}
-    return {
-        f"{prefix}_fc1": Flow("attended", taken, projected),
-        f"{prefix}_act": Flow("attended", projected, activated),
-        f"{prefix}_fc2": Flow("attended", activated, given),
-    }
+    sizes["output"] = output.name, output.nbytes
+    inside = {}
+    if shape.attention_backend in ("unfused", "local"):
+        inside["core_attn"] = sum(attention.values())
+    prefix, rows, width = "mlp", shape.tokens, shape.ffn_hidden_size // par.tp
+    if (experts := shape.experts) is not None and "router" in parts:
+        prefix, rows, width = "expert", shape.expert_tokens, experts.ffn_hidden_size // par.etp
+        sent = rows * shape.hidden_size * each
+        sizes |= {name: (name, sent) for name in ("expert_input", "expert_output")}
+        shared = shape.tokens * (experts.shared_ffn_hidden_size // par.tp) * each
+        inside["shared_experts"] = shared * (factor + 1)
+    sizes["projected"] = f"{prefix}_projected", rows * width * each * factor
+    sizes["activated"] = f"{prefix}_activated", rows * width * each
+    found = {}
+    for part in parts:
+        stream, taken, given = _FLOWS[part]
+        taken_bytes, given_bytes = (
+            dict(sizes[n] for n in names.split()) for names in (taken, given)
+        )
+        found[part] = Flow(stream, taken_bytes, given_bytes, inside.get(part, 0))
+    return found
 
 
 def _tile_bytes(num_tokens: int, bytes_per_token: int) -> int:

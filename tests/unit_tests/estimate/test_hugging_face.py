@@ -58,38 +58,13 @@ def test_llama(tmp_path: Path) -> None:
     assert ModelShape(seq_length=8, **fields).query_groups == 8
 
 
-def test_windows(tmp_path: Path) -> None:
-    assert load(tmp_path, "mistral", sliding_window=32)["window_size"] == 32
-    assert load(tmp_path, "mistral", sliding_window=None)["window_size"] is None
-    qwen = {"sliding_window": 32, "use_sliding_window": False}
-    assert load(tmp_path, "qwen2", **qwen)["window_size"] is None
-    qwen["use_sliding_window"] = True
-    assert load(tmp_path, "qwen2", **qwen)["window_size"] == 32
-    assert load(tmp_path, "qwen2", **qwen, max_window_layers=0)["window_size"] == 32
-    # Earlier layers have no window, and a shape has one window for all layers.
-    assert load(tmp_path, "qwen2", **qwen, max_window_layers=2)["window_size"] is None
-
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-
 @pytest.mark.parametrize(
     "model_type, fields, note",
     [
-        ("mistral", {"sliding_window": 32}, "sliding_window=32 shortens attention; what is saved"),
+        ("mistral", {"sliding_window": 32}, "sliding_window=32 is ignored: attention is planned"),
         ("mistral", {"sliding_window": None}, None),
-        ("llama", {"sliding_window": 32}, "sliding_window=32 of 4 layers is ignored: attention"),
         ("qwen2", {"sliding_window": 32}, None),
-        (
-            "qwen2",
-            {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 3},
-            "sliding_window=32 of 1 layers is ignored: attention is planned over the whole",
-        ),
-        (
-            "qwen3",
-            {"sliding_window": 32, "layer_types": [FULL, SLIDING, FULL, SLIDING]},
-            "sliding_window=32 of 2 layers is ignored: attention is planned over the whole",
-        ),
+        ("qwen2", {"sliding_window": 32, "use_sliding_window": True}, "sliding_window=32 is"),
         (
             "llama",
             {"quantization_config": {"quant_method": "fp8"}},
