@@ -53,9 +53,6 @@ from megatron.slipstream.plan.trace import Trace
 from megatron.slipstream.plan.walk import Simulation, simulate
 from megatron.slipstream.plan.whole_files import write_whole
 
-Sweep = Callable[..., Frontier]
-"""Plans for many targets; called with ``progress``."""
-
 GRID_ROWS = 16
 """Grid rows for a model that has not run: enough to show two layers."""
 
@@ -152,7 +149,9 @@ def _show_trace(path: Path, options: argparse.Namespace) -> int:
     trace, notes = _at_length(trace, options)
     policy = _policy_options(options, PolicyOptions())
     with _progress("planning"):
-        plan, simulation = _plan(trace, policy, bool(options.timeline or options.frontier))
+        plan = build_plan(trace, policy)
+        needs_times = options.timeline or options.frontier
+        simulation = simulate(plan) if trace.step_ms or needs_times else None
     _show(plan, simulation, 64 if options.details else 0)
     sys.stdout.writelines(f"{note}\n" for note in notes)
     _write(plan, simulation, partial(sweep, trace, policy), options)
@@ -189,14 +188,6 @@ def _status(plan: Plan) -> int:
     return TARGET_NOT_MET if has_target and plan.notes else 0
 
 
-def _plan(
-    trace: Trace, policy: PolicyOptions, needs_times: bool
-) -> tuple[Plan, Optional[Simulation]]:
-    """Return a plan and its simulation, None for a trace without times unless needed."""
-    plan = build_plan(trace, policy)
-    return plan, simulate(plan) if trace.step_ms or needs_times else None
-
-
 def _show(plan: Plan, simulation: Optional[Simulation], num_rows: int) -> None:
     """Show what a plan does and what it costs; then the rows of groups that were asked for."""
     with _progress("proving the plan safe"):
@@ -216,20 +207,35 @@ def _show(plan: Plan, simulation: Optional[Simulation], num_rows: int) -> None:
 def _write(
     plan: Plan,
     simulation: Optional[Simulation],
-    sweep: Sweep,
+    sweep: Callable[..., Frontier],
     options: argparse.Namespace,
 ) -> None:
+    """Write the files that the options name; ``sweep`` plans for many targets."""
     if options.output:
         with writing("--output", options.output):
             save_plan(plan, options.output)
     if options.timeline and simulation is not None:
-        timeline = _timeline(plan, simulation, options.timeline.suffix)
+        if options.timeline.suffix == ".json":
+            timeline = perfetto_json(plan, simulation)
+        else:
+            from megatron.slipstream.report_page.page import render_plan_page
+
+            timeline = render_plan_page(plan, simulation).encode()
         with writing("--timeline", options.timeline):
             write_whole(options.timeline, timeline)
     if options.frontier:
-        frontier = _frontier(sweep, options.frontier.suffix)
+        is_drawn = options.frontier.suffix == ".png"
+        if is_drawn:
+            require_matplotlib()  # Fail before the sweep rather than after it.
+        with bar_on_stderr() as progress:
+            task = progress.add_task("planning for many targets", total=None)
+            frontier = sweep(
+                progress=lambda done, total: progress.update(task, completed=done, total=total)
+            )
+        sys.stdout.write(f"\nMemory against time\n{frontier.render()}\n")
         with writing("--frontier", options.frontier):
-            write_whole(options.frontier, frontier)
+            content = frontier_png(frontier) if is_drawn else frontier.to_json()
+            write_whole(options.frontier, content)
 
 
 def _policy_options(options: argparse.Namespace, training: PolicyOptions) -> PolicyOptions:
@@ -258,27 +264,6 @@ def _policy_options(options: argparse.Namespace, training: PolicyOptions) -> Pol
     if {"target_memory_bytes", "max_overhead_percent"} & given.keys():
         training = replace(training, target_memory_bytes=None, max_overhead_percent=None)
     return replace(training, **given)
-
-
-def _timeline(plan: Plan, simulation: Simulation, suffix: str) -> bytes:
-    from megatron.slipstream.report_page.page import render_plan_page
-
-    if suffix == ".json":
-        return perfetto_json(plan, simulation)
-    return render_plan_page(plan, simulation).encode()
-
-
-def _frontier(sweep: Sweep, suffix: str) -> bytes:
-    """Sweep with a progress bar, print the table, and return the file's content."""
-    if suffix == ".png":
-        require_matplotlib()  # Fail before the sweep rather than after it.
-    with bar_on_stderr() as progress:
-        task = progress.add_task("planning for many targets", total=None)
-        frontier = sweep(
-            progress=lambda done, total: progress.update(task, completed=done, total=total)
-        )
-    sys.stdout.write(f"\nMemory against time\n{frontier.render()}\n")
-    return frontier_png(frontier) if suffix == ".png" else frontier.to_json()
 
 
 # A configuration
@@ -342,6 +327,7 @@ def _plan_ranks(
             if options.state_gib is not None:
                 state = int(options.state_gib * 2**30)
             trace = synthetic_trace(work, rank, state)
-            plan, simulation = _plan(trace, policy, True) if trace.steps else (None, None)
+            plan = build_plan(trace, policy) if trace.steps else None
+            simulation = None if plan is None else simulate(plan)
             found.append(RankPlan(work, rank, state, plan, simulation))
     return found

@@ -11,8 +11,8 @@ not the fragmentation of the allocator.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron.slipstream.estimate.gpus import Speed
@@ -75,6 +75,14 @@ class Workplan:
     modules: tuple[str, ...]
     num_micro_batches: int
     min_numel: int = DEFAULT_MIN_NUMEL
+    _templates: dict[Hashable, Template] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    @cached_property
+    def _movable(self) -> Workplan:
+        """The same, with inputs of recomputed layers among what moves."""
+        return replace(self, modules=(*self.modules, CHECKPOINT_INPUTS))
 
     @cached_property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -119,7 +127,6 @@ class Workplan:
         """
         settings = tuple(dict.fromkeys(settings))
         single = replace(self.shape, layers_per_checkpoint=1)
-        movable = replace(self, modules=(*self.modules, CHECKPOINT_INPUTS))
         templates: dict[str, dict[LayerSetting, Template]] = {}
         chunks = []
         for chunk in self.shape.chunks_of(pp_rank):
@@ -129,7 +136,7 @@ class Workplan:
                     parts = WHOLE | set(recomputable_modules(self.shape, layer))
                     alone = chunk._replace(layers=(layer,), is_last=False)
                     templates[kind] = {
-                        setting: _template(movable, single.with_setting(setting), alone)
+                        setting: self._movable._template(single.with_setting(setting), alone)
                         for setting in settings
                         if setting <= parts
                     }
@@ -158,14 +165,27 @@ class Workplan:
                 kinds.append(", ".join(map(_kind, names, settings)))
                 if kinds[-1] not in templates:
                     run = chunk._replace(layers=layers, is_last=False)
-                    templates[kinds[-1]] = {settings[0]: _template(self, shape, run)}
+                    templates[kinds[-1]] = {settings[0]: self._template(shape, run)}
                 assignment.append(settings[0])
             chunks.append(self._chunk_layers(chunk, tuple(kinds)))
         return self._rank(pp_rank, templates, chunks), tuple(assignment)
 
     def _chunk_layers(self, chunk: Chunk, kinds: tuple[str, ...]) -> ChunkLayers:
-        head = _template(self, self.shape, chunk._replace(layers=()))
+        head = self._template(self.shape, chunk._replace(layers=()))
         return ChunkLayers(kinds, chunk.is_first, (), (head,) if chunk.is_last else ())
+
+    def _template(self, shape: ModelShape, chunk: Chunk) -> Template:
+        """Return the template of some layers, or of what follows the last one.
+
+        Args:
+            shape: The model, with the settings of these layers.
+            chunk: These layers only; ``is_last`` stands for what follows them.
+        """
+        layers = tuple((shape.is_moe(layer), shape.setting_of(layer)) for layer in chunk.layers)
+        key = shape.layers_per_checkpoint, layers, chunk.is_last
+        if key not in self._templates:  # Ranks have layers of the same kinds.
+            self._templates[key] = _template(self, shape, chunk)
+        return self._templates[key]
 
     def _rank(
         self,
@@ -217,13 +237,6 @@ def recomputable_modules(shape: ModelShape, layer: int) -> tuple[str, ...]:
 
 
 def _template(work: Workplan, shape: ModelShape, chunk: Chunk) -> Template:
-    """Return the template of some layers, or of what follows the last one.
-
-    Args:
-        work: Speed, modules, and the smallest tensor that moves.
-        shape: The model, with the settings of these layers.
-        chunk: These layers only; ``is_last`` stands for what follows them.
-    """
     marker = _Marker(work, shape, chunk)
     backward = tuple(backward_pass(shape, chunk))
     rerun = [stretch for stretch in backward if stretch.phase == "rerun"]

@@ -156,11 +156,13 @@ def test_a_frontier_is_compared_by_its_points() -> None:
 
 
 def test_the_picture_fills_every_plan_that_no_other_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
+    drawn = pytest.importorskip("matplotlib.figure").Figure
     figures = []
-    save = frontier_picture._png
+    save = drawn.savefig
     monkeypatch.setattr(
-        frontier_picture, "_png", lambda figure: figures.append(figure) or save(figure)
+        drawn,
+        "savefig",
+        lambda self, *args, **more: figures.append(self) or save(self, *args, **more),
     )
     image = pytest.importorskip("matplotlib.image").imread(
         io.BytesIO(frontier_picture.frontier_png(FRONTIER))
