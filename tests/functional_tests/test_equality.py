@@ -18,9 +18,6 @@ from tiny_gpt import (
     skip_without_model,
 )
 
-from megatron.slipstream.integration.seam.compat import defaults_of_later_options
-from megatron.slipstream.patches import releases
-
 # For every release, the backend on which a missing wait changes results.
 BACKENDS = ["cpu", pytest.param("cpu-lazy", marks=pytest.mark.releases)]
 
@@ -49,6 +46,10 @@ IMMEDIATE = "moe, sync-free", "dense and moe layers mixed", "mla"
 """Kinds of models whose copies no other test here makes at once."""
 
 
+OF_ANY_RELEASE = "dense", "moe", "odd sizes", "moe, odd sizes", "dropout", "moe, dropout"
+"""What differs from others here by sizes only; the models are in test_module_groups, too."""
+
+
 def _on_backends(cases: Mapping[str, Any], immediate: Sequence[str]) -> list[Any]:
     """Each case with copies that run as late as waits allow, some with immediate copies too.
 
@@ -57,7 +58,8 @@ def _on_backends(cases: Mapping[str, Any], immediate: Sequence[str]) -> list[Any
     """
     chosen = []
     for name, case in cases.items():  # Neighbours share the training without the engine.
-        chosen += [pytest.param(case, "cpu-lazy", id=name, marks=pytest.mark.releases)]
+        marks = [] if name in OF_ANY_RELEASE else [pytest.mark.releases]
+        chosen += [pytest.param(case, "cpu-lazy", id=name, marks=marks)]
         chosen += [pytest.param(case, "cpu", id=f"{name}, cpu")] if name in immediate else []
     return chosen
 
@@ -89,7 +91,6 @@ def test_one_rank(case: ModelCase, backend: str) -> None:
     assert result.moved_bytes > 0
 
 
-@pytest.mark.releases
 @pytest.mark.parametrize("lag", [2, 3])
 def test_norms_are_discarded_while_copies_read_them(lag: int) -> None:
     recomputed = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
@@ -112,7 +113,6 @@ def test_the_peak_drops_as_planned(name: str, counts: tuple[int, ...]) -> None:
     assert result.peak_drop_bytes < result.freed_bytes
 
 
-@pytest.mark.releases
 @pytest.mark.parametrize("modules", [("core_attn",), ("expert_fc1",), MOE_MODULES], ids=str)
 def test_what_is_claimed_after_one_iteration_is_what_the_peak_falls_by(
     modules: tuple[str, ...],
@@ -157,7 +157,6 @@ def test_one_layer_has_nothing_to_hide_a_copy_behind(backend: str) -> None:
     assert result.moved_bytes == 0
 
 
-@pytest.mark.releases
 @pytest.mark.parametrize("module", MOE_MODULES)
 def test_each_module_alone(module: str) -> None:
     modules = ("core_attn", module) if module == "attn_proj" else (module,)
@@ -166,7 +165,6 @@ def test_each_module_alone(module: str) -> None:
     assert result.num_late == 0
 
 
-@pytest.mark.releases
 @pytest.mark.parametrize(
     "offload",
     [
@@ -180,9 +178,6 @@ def test_each_module_alone(module: str) -> None:
     ids=str,
 )
 def test_options(offload: dict[str, Any]) -> None:
-    later = offload.keys() & defaults_of_later_options().keys()
-    if later and not releases.models_pass_their_rank():
-        pytest.skip(f"{releases.release()} has no {', '.join(later)}")
     _check(ModelCase("moe"), MOE_MODULES, "cpu-lazy", (2, 2, 3), offload)
 
 
@@ -215,11 +210,8 @@ def test_two_ranks(layout: tuple[ModelCase, tuple[int, ...]], backend: str) -> N
 KEPT_BYTES = 50_000
 
 
-@pytest.mark.releases
 def test_later_stages_keep_more() -> None:
     """The second of two stages keeps whole groups, until they have the option's bytes."""
-    if not releases.models_pass_their_rank():
-        pytest.skip(f"{releases.release()} has no delta_offload_bytes_across_pp_ranks")
     case, counts = TWO_RANKS["PP2"][0], (4, 4, 4)
     modules = ("core_attn",)
     without = _check(case, modules, "cpu", counts, num_ranks=2)

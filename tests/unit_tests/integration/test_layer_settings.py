@@ -31,8 +31,6 @@ from megatron.slipstream.integration.layers.layer_settings import LayerOptions, 
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.settings import WHOLE, Assignment, LayerSetting
 
-pytestmark = pytest.mark.releases
-
 NORM = {"normalization": "LayerNorm"}
 """One operation, as Transformer Engine's norms are."""
 SHARED: dict[str, Any] = {"moe_shared_expert_intermediate_size": 32}
@@ -218,7 +216,10 @@ PLAIN = "dense and experts", "latent attention and experts", "dropout"
 
 @pytest.mark.parametrize(
     "name, offloads",
-    [*((name, True) for name in CASES), *((name, False) for name in PLAIN)],
+    [
+        *(pytest.param(name, True, marks=pytest.mark.releases) for name in CASES),
+        *((name, False) for name in PLAIN),
+    ],
     ids=lambda value: {True: "offloaded", False: "plain"}.get(value, value),
 )
 def test_every_setting_computes_the_same(name: str, offloads: bool) -> None:
@@ -244,10 +245,14 @@ OTHER_KINDS = {
     "hybrid": ["attention", "dense mlp", "attention", "moe mlp"],
     "several predicted tokens": ["dense", "dense", "dense mtp"],
 }
+OF_A_RELEASE = "interleaved pipeline", "hybrid", "several predicted tokens"
 FEW = (0, 1, -3, 0)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.releases] * (name in OF_A_RELEASE)) for name in OTHERS],
+)
 def test_other_schedules_and_models(name: str) -> None:
     case = OTHERS[name]
     skip_without_model(case)
@@ -272,6 +277,7 @@ GPU_CASES = {
 
 
 @pytest.mark.gpu
+@pytest.mark.releases
 @pytest.mark.parametrize("offloads", [False, True], ids=["plain", "offloaded"])
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_every_setting_on_a_gpu(name: str, offloads: bool) -> None:
@@ -281,6 +287,7 @@ def test_every_setting_on_a_gpu(name: str, offloads: bool) -> None:
 
 
 @pytest.mark.gpus2
+@pytest.mark.releases
 @pytest.mark.parametrize("case", [
     on_gpu(ModelCase("dense", num_layers=2, tp=2), sequence_parallel=True, hidden_dropout=0.1),
     on_gpu(ModelCase("moe", num_layers=2, dp=2, ep=2), **UNFUSED),
