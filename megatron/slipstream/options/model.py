@@ -10,6 +10,7 @@ from typing import Any
 from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.modules import OWN_MODULE_RULES, OWN_MODULES
 from megatron.slipstream.options.rules import (
+    Condition,
     Finding,
     Predicate,
     Rule,
@@ -169,6 +170,8 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
 """Requirements on ``OffloadConfig.offload_checkpoint_inputs`` and a model together."""
 
 
+_with_offloading = Condition("with offloading", _offloading)
+
 MODEL_RULES: tuple[Rule, ...] = (
     option_rule(
         "offload_modules",
@@ -222,42 +225,29 @@ MODEL_RULES: tuple[Rule, ...] = (
         "leave it out for no limit",
         _offloading,
     ),
-    option_rule(
+    Condition("without cuda_graph_impl='transformer_engine'", _offloading_with_our_engine)(
         "delay_offload_until_cuda_graph",
-        _offloading_with_our_engine,
-        lambda f: not f.delay_offload_until_cuda_graph or f.cuda_graph_impl == "transformer_engine",
-        "delay_offload_until_cuda_graph=True is not supported without "
-        "cuda_graph_impl='transformer_engine' because there is no other graph to wait for",
+        "there is no other graph to wait for",
         "set cuda_graph_impl='transformer_engine', or leave it out",
+        lambda f: not f.delay_offload_until_cuda_graph or f.cuda_graph_impl == "transformer_engine",
     ),
-    option_rule(
-        "cpu_offloading",
-        _offloading,
-        lambda f: not f.cpu_offloading,
-        "fine_grained_activation_offloading=True is not supported with cpu_offloading=True "
-        "because both would move the same tensors",
-        "set cpu_offloading=False",
-    ),
-    option_rule(
+    _with_offloading("cpu_offloading", "both would move the same tensors"),
+    _with_offloading(
         "cuda_graph_impl",
-        _offloading_with_graphs,
-        lambda f: f.cuda_graph_impl != "full_iteration",
-        "cuda_graph_impl='full_iteration' is not supported with offloading because one graph of "
-        "the whole iteration leaves no step to plan from and no layer to tell the engine where "
-        "it is",
+        "one graph of the whole iteration leaves no step to plan from and no layer to tell the "
+        "engine where it is",
         "set cuda_graph_impl='transformer_engine'",
+        lambda f: f.cuda_graph_impl != "full_iteration",
     ),
-    option_rule(
+    Condition("with offload_modules={offload_modules}", _offloading)(
         "cuda_graph_impl",
-        _offloading_with_graphs,
+        "only expert modules outside of its graphs can move",
+        "set cuda_graph_impl='transformer_engine', or name parts of the layer in "
+        "cuda_graph_modules and no other modules than " + ", ".join(sorted(MOE_MODULE_NAMES)),
         lambda f: (
             f.cuda_graph_impl != "local"
             or (_modules(f) <= MOE_MODULE_NAMES and bool(graphed_modules(f)))
         ),
-        "cuda_graph_impl='local' is not supported with offload_modules={offload_modules} because "
-        "only expert modules outside of its graphs can move",
-        "set cuda_graph_impl='transformer_engine', or name parts of the layer in "
-        "cuda_graph_modules and no other modules than " + ", ".join(sorted(MOE_MODULE_NAMES)),
     ),
     option_rule(
         "cuda_graph_modules",
@@ -267,13 +257,11 @@ MODEL_RULES: tuple[Rule, ...] = (
         "megatron-core marks no groups inside it",
         "remove 'moe' or set 'moe_router'",
     ),
-    option_rule(
+    Condition("with offloading", _offloading_with_graphs)(
         "cuda_graph_warmup_steps",
-        _offloading_with_graphs,
-        lambda f: f.cuda_graph_warmup_steps > 0,
-        "cuda_graph_warmup_steps={cuda_graph_warmup_steps} is not supported with offloading "
-        "because what moves inside graphs is planned from the steps before them",
+        "what moves inside graphs is planned from the steps before them",
         "set at least 1",
+        lambda f: f.cuda_graph_warmup_steps > 0,
     ),
 )
 """Requirements on megatron-core's own offloading options."""

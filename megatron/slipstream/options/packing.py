@@ -191,13 +191,11 @@ PACKING_RULES: tuple[Rule, ...] = (
         "set offload_engine=slipstream",
         lambda f: f.offload_engine == "slipstream",
     ),
-    option_rule(
+    _unsupported(
         "position_embedding_type",
-        _packs,
-        lambda f: f.position_embedding_type != "mrope",
-        "position_embedding_type=mrope is not supported with sequence_packing={sequence_packing} "
-        "because its positions are not those of tokens in a document",
+        "its positions are not those of tokens in a document",
         "set rope",
+        lambda f: f.position_embedding_type != "mrope",
     ),
     option_rule(
         "mtp_num_layers",

@@ -94,14 +94,9 @@ _SCHEDULE_RULES: tuple[Rule, ...] = (
         "end_weight_decay={end_weight_decay}",
         "set --end-weight-decay to at least --start-weight-decay, and that to 0 or more",
     ),
-    option_rule(
-        "override_opt_param_scheduler",
-        lambda f: f.use_checkpoint_opt_param_scheduler,
-        lambda f: not f.override_opt_param_scheduler,
-        "override_opt_param_scheduler=True is not supported with "
-        "use_checkpoint_opt_param_scheduler=True because one schedule is followed",
-        "leave one of them out",
-    ),
+    Condition(
+        "with use_checkpoint_opt_param_scheduler", lambda f: f.use_checkpoint_opt_param_scheduler
+    )("override_opt_param_scheduler", "one schedule is followed", "leave one of them out"),
 )
 
 SCHEDULE_RULES = tuple(map(_in_training, _SCHEDULE_RULES))
@@ -196,13 +191,8 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "is not positive, and megatron-core divides by it",
         "set --log-interval to 1 or more iterations",
     ),
-    option_rule(
-        "data_path",
-        lambda f: f.mock_data,
-        lambda f: f.data_path is None,
-        "data_path={data_path} is not supported with mock_data=True because one source of data is "
-        "read",
-        "leave --mock-data out, or --data-path",
+    Condition("with mock_data", lambda f: f.mock_data)(
+        "data_path", "one source of data is read", "leave --mock-data out, or --data-path"
     ),
     # Without a GPU, our own core attention supports packed sequences; see cpu_modules.py.
     Condition(
@@ -233,19 +223,14 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "the grouped GEMM for the CPU has no sharded state for ckpt_format=torch_dist",
         "set --ckpt-format torch, or leave --moe-grouped-gemm out",
     ),
-    option_rule(
+    Condition("with eval_iters=0", lambda f: f.eval_iters == 0 and not f.full_validation)(
         "eval_before_training",
-        lambda f: f.eval_before_training,
-        lambda f: f.full_validation or f.eval_iters != 0,
-        "eval_before_training=True is not supported with eval_iters=0 because nothing is evaluated",
+        "nothing is evaluated",
         "set --eval-iters to 1 or more, or leave --eval-before-training out",
     ),
-    option_rule(
+    Condition("with skip_train", lambda f: f.skip_train)(
         "eval_before_training",
-        lambda f: f.eval_before_training,
-        lambda f: not f.skip_train,
-        "eval_before_training=True is not supported with skip_train=True because there is no "
-        "training to evaluate before",
+        "there is no training to evaluate before",
         "leave --eval-before-training out: --skip-train evaluates",
     ),
     value_rule(

@@ -114,7 +114,7 @@ def test_every_broken_rule_is_found_at_once(tmp_path: Path) -> None:
         "offload_modules contains 'attn_proj' without 'core_attn'",
         "offload_modules=['core_atn', 'attn_proj', 'moe_act', 'mlp_nrm'] names expert modules",
         "activation_offload_fraction=2.0",
-        "fine_grained_activation_offloading=True is not supported with cpu_offloading=True",
+        "cpu_offloading=True is not supported with offloading",
         "offload_release_lag=-1",
         "offload_target_memory_gib=0.0",
         "thd_max_tokens=7",
