@@ -37,9 +37,9 @@ LAYOUTS = {
         "--num-layers 4 --bf16 --hidden-dropout 0.1 --attention-dropout 0.1".split()
         + TWO_MICRO_BATCHES,
     ),
-    "hybrid": (
-        1,
-        ["--num-layers", "8", "--hybrid-layer-pattern", "*-*E*-*E", *MOE, *TWO_MICRO_BATCHES],
+    "hybrid, PP2, one stage without experts": (
+        2,
+        ["--hybrid-layer-pattern", "*-*-|*-*E", "--pipeline-model-parallel-size", "2", *MOE],
     ),
     "DP2, distributed optimizer, overlapped": (
         2,

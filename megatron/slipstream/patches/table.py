@@ -267,6 +267,14 @@ NAME_REFUSALS = Patch(
     "a resume with another schedule or model ends in an assertion or, with exit status 0, in a "
     "line of output; neither names what to set",
 )
+REPORT_EXPERTS = Patch(
+    f"{_CORE}.transformer.moe.moe_logging.MoEMetricsTracker.report",
+    _lazy("training_loop", "report_all_layers"),
+    "a hybrid model with a pipeline stage without experts ends in an error, or waits, when "
+    "auxiliary losses are logged",
+    (6748,),
+    until="0.19",
+)
 FINALIZE = Patch(
     f"{_LOOP}.finalize_model_grads",
     _lazy("training_loop", "finalize_through"),
@@ -287,7 +295,9 @@ TABLE: dict[Feature, tuple[Patch, ...]] = {
     Feature.PADDED_ROUTING: PADDING,
     Feature.PACKED_LAYER_GRAPHS: LAYER_CAPTURE,
     Feature.EXCHANGES_STAY: EXCHANGES,
-    Feature.TRAINING_ENTRY: (EVALUATE_FIRST, CHECK_EXPERTS, NAME_REFUSALS, FINALIZE),
+    Feature.TRAINING_ENTRY: (
+        *(EVALUATE_FIRST, CHECK_EXPERTS, NAME_REFUSALS, REPORT_EXPERTS, FINALIZE),
+    ),
 }
 
 

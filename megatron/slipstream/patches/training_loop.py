@@ -128,6 +128,23 @@ def name_refusals(args: Any, load: Callable[..., Any]) -> Callable[..., Any]:
     return load_or_refuse
 
 
+def report_all_layers(args: Any, report: Callable[..., str]) -> Callable[..., str]:
+    """Replace ``MoEMetricsTracker.report``: a rank without experts has an entry for each layer, too.
+
+    megatron passes the number of a hybrid model's expert layers as the number of layers, but ranks
+    with experts have recorded an entry for each layer of the model.
+    """
+    if not getattr(args, "hybrid_layer_pattern", None):
+        return report
+
+    def report_all(*arguments: Any, num_layers: int, **options: Any) -> str:
+        # A list of layers with experts keeps the mean over those.
+        options["moe_layer_freq"] = [1] * num_layers
+        return report(*arguments, num_layers=args.num_layers, **options)
+
+    return report_all
+
+
 class _Heard(io.TextIOBase):
     """Passes text on, and remembers the last line."""
 

@@ -190,7 +190,8 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
         backend=None if manager is None else manager.store.backend,
         between_iterations=files.write_between,
     )
-    patches = [bound(table.CHECK_EXPERTS, args), bound(table.NAME_REFUSALS, args)]
+    always = (table.CHECK_EXPERTS, table.NAME_REFUSALS, table.REPORT_EXPERTS)
+    patches = [bound(patch, args) for patch in always]
     if args.eval_before_training:
         patches.append(bound(table.EVALUATE_FIRST, args))
     step = partial(providers.forward_step, monitor=monitor)
