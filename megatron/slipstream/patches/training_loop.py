@@ -129,7 +129,7 @@ def name_refusals(args: Any, load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def report_all_layers(args: Any, report: Callable[..., str]) -> Callable[..., str]:
-    """Replace ``MoEMetricsTracker.report``: a rank without experts has an entry for each layer, too.
+    """Replace ``MoEMetricsTracker.report``: ranks without experts have an entry for each layer.
 
     megatron passes the number of a hybrid model's expert layers as the number of layers, but ranks
     with experts have recorded an entry for each layer of the model.
