@@ -143,45 +143,6 @@ def test_what_does_not_fit_is_refused_with_its_cure(
     assert Path("report.json").read_text() == before
 
 
-UNREADABLE = {
-    "binary": (b"\x93NUMPY\x01\x00", "is not a whole slipstream-report: invalid JSON"),
-    "not UTF-8": (b"\xff\xfe{\x00}\x00", "is not a whole slipstream-report: invalid JSON"),
-    "null": (b"null", "is not a whole slipstream-report: input should be an object"),
-    "nested": (b"[" * 99999, "is not a whole slipstream-report: "),
-    "no rank": (b'{"schema": "slipstream-report", "version": 1, "ranks": []}', "has no rank"),
-    "trace": (b'{"schema": "slipstream-trace", "version": 1}', "holds a 'slipstream-trace'"),
-}
-
-
-@pytest.mark.parametrize("content, reason", UNREADABLE.values(), ids=UNREADABLE)
-def test_an_unreadable_report_is_one_error_with_the_file_and_the_cure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, reason: str
-) -> None:
-    path = tmp_path / "report.json"
-    path.write_bytes(content)
-    assert run(path) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {path} {reason}")
-    assert error.endswith("; give a file that --offload-report-path wrote\n")
-    assert error.count("\n") == 1
-    assert len(error) < 400
-
-
-@pytest.mark.parametrize(
-    "content", [b"\x93NUMPY\x01\x00", b"null", b"[" * 99999], ids=["binary", "null", "nested"]
-)
-def test_an_unreadable_trace_is_one_error_with_the_file_and_the_cure(
-    folder: Path, capsys: pytest.CaptureFixture[str], content: bytes
-) -> None:
-    path = folder / "other.json"
-    path.write_bytes(content)
-    assert run(folder / "report.json", "--trace", path, "--html", folder / "page.html") == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {path} is not a whole slipstream-trace: ")
-    assert " wrote\n" in error
-    assert error.count("\n") == 1
-
-
 def test_a_rank_that_is_given_twice_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
