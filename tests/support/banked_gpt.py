@@ -29,10 +29,10 @@ from shared_documents import (
     changed_specs,
     inputs_of,
     micro_batch_of,
+    share_of,
 )
 from tiny_gpt import ModelCase, build_chunks, first_difference, use_gpu
 
-from megatron.slipstream.context_parallel.scheduler import share_of
 from megatron.slipstream.integration import install
 from megatron.slipstream.options.fields import OffloadConfig
 

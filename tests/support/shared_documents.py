@@ -27,7 +27,7 @@ from tiny_gpt import (
 )
 
 from megatron.slipstream.context_parallel.limits import RankLimits
-from megatron.slipstream.context_parallel.scheduler import Group, MicroBatch, Share, share_of
+from megatron.slipstream.context_parallel.scheduler import Group, MicroBatch, Share
 from megatron.slipstream.packed_sequences.packing import Piece
 
 Sizes = Sequence[tuple[int, Sequence[int]]]
@@ -47,6 +47,16 @@ def documents(lengths: Sequence[int], vocab_size: int) -> list[np.ndarray]:
     """Documents with these numbers of tokens that the model reads, and one more as last label."""
     pick = np.random.RandomState(11)
     return [pick.randint(1, vocab_size, length + 1) for length in lengths]
+
+
+def share_of(micro_batch: MicroBatch, rank: int) -> Share:
+    """Return a rank's part of a micro-batch; ``rank`` counts all data- and CP ranks."""
+    first = 0
+    for size, pack in micro_batch:
+        if rank < first + size:
+            return Share(size, rank - first, pack)
+        first += size
+    raise IndexError(f"rank {rank} is out of range: there are {first}")
 
 
 def micro_batch_of(sizes: Sizes, texts: Sequence[np.ndarray]) -> MicroBatch:

@@ -66,9 +66,6 @@ class GroupPlan(PackingPlan):
     ranks: RankLimits
     cost_model: CostModel
 
-    def packs(self, pieces: Iterable[Piece]) -> Iterator[Pack]:
-        return (group.pack for group in self.groups(pieces))
-
     def groups(self, pieces: Iterable[Piece]) -> Iterator[Group]:
         """Yield the stream's pieces in groups, in the order of their slots."""
         for batch in batches(

@@ -4,16 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from megatron.slipstream.packed_sequences.packing import (
-    PackLimits,
-    Piece,
-    attention_work,
-    pack_limits,
-)
+from megatron.slipstream.packed_sequences.packing import PackLimits, pack_limits
 
 Cost = Callable[[int, int], int]
 """Cost of a micro-batch for each of its ranks, as a function of its size and of the sum of its
@@ -157,18 +152,6 @@ class CostModel:
             return fixed * scale + self.attention * squares * (scale // size)
 
         return cost
-
-    def lower_bound(
-        self, pieces: Iterable[Piece], limits: RankLimits, num_micro_batches: int
-    ) -> int:
-        """Return a lower bound on the cost of any schedule, in the unit of :meth:`per_rank`.
-
-        It assumes that all ranks have equal attention and that no group larger than the smallest
-        exchanges anything.
-        """
-        fixed = num_micro_batches * self.per_rank(limits)(limits.sizes[0], 0)
-        attention = self.attention * attention_work(pieces) * limits.largest
-        return fixed + -(-attention // limits.num_ranks)
 
 
 def rank_limits(args: Any) -> RankLimits:

@@ -74,52 +74,6 @@ class Share(NamedTuple):
     """The pieces of the group; the rank computes its part of each."""
 
 
-def share_of(micro_batch: MicroBatch, rank: int) -> Share:
-    """Return a rank's part of a micro-batch; ``rank`` counts all data- and CP ranks."""
-    first = 0
-    for size, pack in micro_batch:
-        if rank < first + size:
-            return Share(size, rank - first, pack)
-        first += size
-    raise IndexError(f"rank {rank} is out of range: there are {first}")
-
-
-def schedule(
-    pieces: Iterable[Piece],
-    limits: RankLimits,
-    cost_model: CostModel,
-    num_micro_batches: Optional[int] = None,
-) -> list[MicroBatch]:
-    """Return micro-batches that hold each of the pieces once.
-
-    Args:
-        pieces: The pieces of one global batch, none longer than the largest group holds.
-        limits: Limits of each micro-batch.
-        cost_model: The cost by which groups are balanced.
-        num_micro_batches: Number of micro-batches; None means the smallest number that holds all.
-
-    Raises:
-        ValueError: The pieces do not fit into ``num_micro_batches``.
-    """
-    longest_first = sorted(pieces, key=lambda piece: -piece.length)
-    # One micro-batch per piece always suffices.
-    counts = range(_fewest(longest_first, limits), max(1, len(longest_first)) + 1)
-    if num_micro_batches is not None:
-        counts = range(num_micro_batches, num_micro_batches + 1)
-    for count in counts:
-        stream = _Stream(longest_first)
-        look_ahead = len(longest_first) + 1
-        for floor in limits.sizes:
-            collected = _collect(stream, limits, count, look_ahead, free=0, floor=floor)
-            if len(collected.taken) == len(longest_first):
-                return _finished(collected.groups, limits, cost_model, count)
-    raise ValueError(
-        f"num_micro_batches={num_micro_batches} of {limits.num_ranks} ranks with "
-        f"{limits.tokens_per_rank} tokens each have no room for these {len(longest_first)} "
-        "sequences; set more, or a larger thd_max_tokens or thd_max_packed_sequences"
-    )
-
-
 def batches(
     pieces: Iterable[Piece],
     limits: RankLimits,
@@ -171,15 +125,6 @@ def total_cost(micro_batches: Sequence[MicroBatch], cost: Cost) -> int:
 
 
 # Collecting
-
-
-def _fewest(pieces: Sequence[Piece], limits: RankLimits) -> int:
-    """Return a lower bound on the number of micro-batches, from the pieces and their tokens."""
-    num_tokens = sum(piece.length for piece in pieces)
-    num_groups = limits.num_ranks // limits.sizes[0]
-    by_tokens = -(-num_tokens // (limits.num_ranks * limits.tokens_per_rank))
-    by_number = -(-len(pieces) // (num_groups * limits.max_sequences))
-    return max(1, by_tokens, by_number)
 
 
 def _costs_less(one: _Collected, other: _Collected, cost: Cost) -> bool:

@@ -8,21 +8,20 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Optional
 from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
+from shared_documents import share_of
 
 from megatron.slipstream.context_parallel import scheduler
 from megatron.slipstream.context_parallel.limits import Cost, CostModel, RankLimits
 from megatron.slipstream.context_parallel.scheduler import (
     MicroBatch,
     batches,
-    schedule,
-    share_of,
     total_cost,
 )
 from megatron.slipstream.packed_sequences.packing import Piece, attention_work
@@ -76,6 +75,29 @@ def check_micro_batches(micro_batches: Iterable[MicroBatch], limits: RankLimits)
         assert first == limits.num_ranks
 
 
+def schedule(
+    pieces: Sequence[Piece],
+    limits: RankLimits,
+    model: CostModel,
+    num_micro_batches: Optional[int] = None,
+) -> list[MicroBatch]:
+    """The batch that holds all pieces, of as few micro-batches as possible or of this number."""
+    for count in itertools.count(1) if num_micro_batches is None else [num_micro_batches]:
+        batch = next(batches(pieces, limits, model, count, len(pieces) + 1))
+        if len(all_pieces(batch)) == len(pieces):
+            return batch
+    raise AssertionError(f"{num_micro_batches} micro-batches have too little room")
+
+
+def lower_bound(
+    model: CostModel, pieces: Iterable[Piece], limits: RankLimits, num_micro_batches: int
+) -> int:
+    """No schedule costs less: all ranks have equal attention, in groups of the smallest size."""
+    fixed = num_micro_batches * model.per_rank(limits)(limits.sizes[0], 0)
+    attention = model.attention * attention_work(pieces) * limits.largest
+    return fixed + -(-attention // limits.num_ranks)
+
+
 # --- every schedule -------------------------------------------------------------------------------
 
 
@@ -120,7 +142,7 @@ def test_load_balancing_never_costs_more_than_groups_as_small_as_possible(
     needed = {limits.smallest_for(piece.length) for piece in pieces}
     assert {group.size for groups in unbalanced for group in groups if group.pack} <= needed
     as_collected = _most_level(unbalanced, cost)
-    assert model.lower_bound(pieces, limits, count) <= total_cost(balanced, cost) <= as_collected
+    assert lower_bound(model, pieces, limits, count) <= total_cost(balanced, cost) <= as_collected
 
 
 class _NoLoadBalancing:
@@ -176,36 +198,16 @@ def test_a_document_that_would_cost_its_ranks_too_much_gets_more() -> None:
     assert of_the_long.size == 1
 
 
-def test_the_smallest_number_of_micro_batches_is_found() -> None:
-    limits = RankLimits(num_ranks=2, tokens_per_rank=10, max_sequences=2)
-    assert len(schedule([], limits, LAYER)) == 1
-    assert len(schedule(pieces_of([10] * 4), limits, LAYER)) == 2
-    assert len(schedule(pieces_of([10] * 5), limits, LAYER)) == 3
-    assert len(schedule(pieces_of([1] * 9), limits, LAYER)) == 3
-    assert len(schedule(pieces_of([20, 11]), limits, LAYER)) == 2
-
-
-def test_too_few_micro_batches_are_refused() -> None:
-    limits = RankLimits(num_ranks=2, tokens_per_rank=10, max_sequences=2)
-    with pytest.raises(ValueError, match="^num_micro_batches=1 .*; set more"):
-        schedule(pieces_of([10] * 4), limits, LAYER, num_micro_batches=1)
-
-
 def test_schedules_are_the_same_on_every_machine() -> None:
     limits = RankLimits(num_ranks=4, tokens_per_rank=16, max_sequences=4)
-    pieces = pieces_of([9, 30, 4, 7, 50, 3, 3, 12, 21, 16, 16])
-    micro_batches = schedule(pieces, limits, ATTENTION)
+    stream = pieces_of([9, 30, 4, 7, 50, 3, 3, 12, 21, 16, 16])
     assert [
-        [(size, [piece.length for piece in pack]) for size, pack in groups]
-        for groups in micro_batches
-    ] == GOLDEN
-
-
-GOLDEN = [
-    [(4, [50, 3])],
-    [(2, [30]), (1, [16]), (1, [16])],
-    [(1, [12, 4]), (1, [9, 7]), (2, [21, 3])],
-]
+        [[(size, [piece.length for piece in pack]) for size, pack in groups] for groups in batch]
+        for batch in batches(stream, limits, ATTENTION, 2)
+    ] == [
+        [[(4, [50])], [(2, [30]), (1, [9, 4, 3]), (1, [7, 3])]],
+        [[(4, [21, 16])], [(2, [16]), (2, [12])]],
+    ]
 
 
 def test_ranks_take_turns_with_the_expensive_documents() -> None:
@@ -280,7 +282,7 @@ def test_costs_are_near_their_lower_bound_and_buffers_are_full(
     stream = pieces_of(corpus(num_ranks, tokens_per_rank, seed=3))
     for batch in itertools.islice(batches(stream, limits, model, 4), 4):
         pieces = all_pieces(batch)
-        assert total_cost(batch, cost) <= most * model.lower_bound(pieces, limits, 4)
+        assert total_cost(batch, cost) <= most * lower_bound(model, pieces, limits, 4)
         num_tokens = sum(piece.length for piece in pieces)
         assert num_tokens > 0.99 * 4 * num_ranks * tokens_per_rank
 

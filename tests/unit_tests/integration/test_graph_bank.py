@@ -15,12 +15,11 @@ import torch
 from banked_gpt import Banked, SizedTraining, compare_bank, every_order, random_sizes
 from ranks import run_ranks
 from replayed_gpt import DROP_AND_PAD
-from shared_documents import Setting, inputs_of, micro_batch_of
+from shared_documents import Setting, inputs_of, micro_batch_of, share_of
 from timed_backend import take_times_on_cpu
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, initialize
 
 from megatron.slipstream.context_parallel.limits import RankLimits
-from megatron.slipstream.context_parallel.scheduler import share_of
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED
 from megatron.slipstream.graphs.chunks import NUM_TIMED_CAPTURES
 
