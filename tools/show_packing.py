@@ -24,7 +24,6 @@ sys.path.insert(0, str(ROOT))
 from megatron.slipstream.packed_sequences.dataset import (  # noqa: E402
     PackIndex,
     PackingPlan,
-    build_index,
 )
 from megatron.slipstream.packed_sequences.packing import attention_work, pack_limits  # noqa: E402
 
@@ -116,7 +115,7 @@ class Packed(NamedTuple):
             num_ranks=args.num_ranks,
             seed=args.seed,
         )
-        index = build_index(lengths, np.arange(len(lengths)), plan)
+        index = PackIndex.build(lengths, np.arange(len(lengths)), plan)
         if len(index) < plan.packs_per_batch:
             raise ValueError(
                 f"global_batch_size={plan.packs_per_batch} is more than the {len(index)} buffers "

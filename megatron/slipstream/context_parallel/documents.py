@@ -17,8 +17,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Self
 
 import numpy as np
 import torch
@@ -34,12 +33,11 @@ from megatron.slipstream.packed_sequences.batch import (
 )
 from megatron.slipstream.packed_sequences.dataset import (
     Corpus,
+    PackedDocuments,
     PackIndex,
     PackingPlan,
-    _watched as watched,
-    document_stream,
-    load_index,
-    save_index,
+    training_stream,
+    watched,
 )
 from megatron.slipstream.packed_sequences.packing import Pack, PackLimits, Piece
 
@@ -97,72 +95,57 @@ def group_plan(
 
 
 @dataclass(frozen=True)
-class GroupIndex:
-    """The pieces and the slots of each group.
+class GroupIndex(PackIndex):
+    """The pieces and the slots of each group, by slot.
 
     Args:
-        packs: The pieces of the groups in order.
         sizes: int32 ``[num_groups]``: number of ranks of each group.
     """
 
-    packs: PackIndex
     sizes: NDArray[np.int32]
 
+    @classmethod
+    def build(
+        cls,
+        lengths: NDArray[np.integer[Any]],
+        documents: NDArray[np.integer[Any]],
+        plan: GroupPlan,
+        num_samples: Optional[int] = None,
+        what: str = "scheduling documents",
+    ) -> Self:
+        """Schedule until there are ``num_samples`` slots; the last global batch is complete."""
+        stream = training_stream(lengths, documents, plan, num_samples is not None)
+        sizes = array("i")
+        slots_per_batch = plan.packs_per_batch * plan.num_ranks
+        packs = _packs(plan.groups(stream), sizes, slots_per_batch, num_samples)
+        # Packs are made while they are read, and with them the sizes.
+        return cls.of(
+            watched(packs, None, what), sizes=lambda: np.frombuffer(sizes, dtype=np.int32)
+        )
+
     @cached_property
-    def _ends(self) -> NDArray[np.int64]:
+    def _last_slots(self) -> NDArray[np.int64]:
         """The slot after the last one of each group."""
         return np.cumsum(self.sizes, dtype=np.int64)
 
     def __len__(self) -> int:
         """Return the number of slots."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._last_slots[-1]) if len(self._last_slots) else 0
 
     def __getitem__(self, slot: int) -> Share:
         if not 0 <= slot < len(self):
             raise IndexError(f"slot {slot} is out of range: there are {len(self)}")
-        number = int(np.searchsorted(self._ends, slot, side="right"))
-        size, end = int(self.sizes[number]), int(self._ends[number])
-        return Share(size, slot - (end - size), self.packs[number])
+        number = int(np.searchsorted(self._last_slots, slot, side="right"))
+        size, end = int(self.sizes[number]), int(self._last_slots[number])
+        return Share(size, slot - (end - size), self.pack(number))
 
-    def filling(self, ranks: RankLimits) -> float:
+    def filling(self, limits: RankLimits) -> float:
         """Return the fraction of all buffers that documents fill, 0 to 1."""
-        num_tokens = int(self.packs.pieces[:, 2].sum(dtype=np.int64))
-        return num_tokens / (len(self) * ranks.tokens_per_rank)
+        return self.num_tokens / (len(self) * limits.tokens_per_rank)
 
     def part_with(self, size: int) -> float:
         """Return the fraction of all slots that belong to groups of this size, 0 to 1."""
         return float(self.sizes[self.sizes == size].sum() / len(self))
-
-
-def build_group_index(
-    lengths: NDArray[np.integer[Any]],
-    documents: NDArray[np.integer[Any]],
-    plan: GroupPlan,
-    num_slots: Optional[int] = None,
-    what: str = "scheduling documents",
-) -> GroupIndex:
-    """Schedule until there are enough slots; the last global batch is complete.
-
-    Args:
-        lengths: Number of tokens of every document of the corpus.
-        documents: Indices of the documents to schedule.
-        plan: Limits, costs and seed.
-        num_slots: Number of slots; None schedules one epoch.
-        what: Text shown with the progress.
-
-    Raises:
-        ValueError: There is nothing to schedule.
-    """
-    if not bool((lengths[documents] > 1).any()):
-        raise ValueError(
-            f"none of the {len(documents)} documents has two tokens or more, so there is nothing "
-            "to train on; set data_path to a corpus that has some, or split to give this set a part"
-        )
-    stream = document_stream(lengths, documents, plan, 1 if num_slots is None else None)
-    sizes = array("i")
-    packs = _packs(plan.groups(stream), sizes, plan.packs_per_batch * plan.num_ranks, num_slots)
-    index = PackIndex.of(watched(packs, None, what))  # which fills ``sizes`` too
-    return GroupIndex(index, np.frombuffer(sizes, dtype=np.int32))
 
 
 def _packs(
@@ -178,55 +161,30 @@ def _packs(
             return
 
 
-def load_group_index(folder: Path, name: str) -> Optional[GroupIndex]:
-    """Load the index that :func:`save_group_index` wrote; None if there is none of this format."""
-    packs = load_index(folder, name)
-    return None if packs is None else GroupIndex(packs, np.load(_sizes_path(folder, name)))
-
-
-def save_group_index(folder: Path, name: str, index: GroupIndex, plan: GroupPlan) -> None:
-    """Write an index for :func:`load_group_index`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = _sizes_path(folder, name)
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("wb") as stream:
-        np.save(stream, index.sizes)
-    temporary.replace(path)
-    # Last, because an index without its description counts as missing.
-    save_index(folder, name, index.packs, plan)
-
-
-def _sizes_path(folder: Path, name: str) -> Path:
-    return folder / f"{name}-sizes.npy"
-
-
-class SharedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+class SharedDocuments(PackedDocuments):
     """One rank's parts of the micro-batches by sample number.
 
     Args:
         corpus: The tokens.
         index: The pieces of each slot.
-        ranks: The ranks that share micro-batches.
+        limits: The ranks that share micro-batches.
+        masked_token: See :func:`~megatron.slipstream.packed_sequences.batch.packed_sample`.
         context_parallel_size: The static size: the number of ranks that request the same sample.
         context_parallel_rank: This rank's index among them.
-        masked_token: See :func:`~megatron.slipstream.packed_sequences.batch.packed_sample`.
     """
 
     def __init__(
         self,
         corpus: Corpus,
         index: GroupIndex,
-        ranks: RankLimits,
+        limits: RankLimits,
+        masked_token: Optional[int] = None,
         context_parallel_size: int = 1,
         context_parallel_rank: int = 0,
-        masked_token: Optional[int] = None,
     ) -> None:
-        self.corpus = corpus
-        self.index = index
-        self.ranks = ranks
+        super().__init__(corpus, index, limits, masked_token)
         self.context_parallel_size = context_parallel_size
         self.context_parallel_rank = context_parallel_rank
-        self.masked_token = masked_token
 
     def __len__(self) -> int:
         return len(self.index) // self.context_parallel_size
@@ -234,14 +192,11 @@ class SharedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, sample: Optional[int]) -> dict[str, torch.Tensor]:
         """Return this rank's part of sample ``sample``; None gives padding, to fill a batch."""
         if sample is None:
-            share = Share(self.ranks.sizes[0], 0, [])
+            share = Share(self.limits.sizes[0], 0, [])
         else:
             share = self.index[sample * self.context_parallel_size + self.context_parallel_rank]
-        texts = [
-            self.corpus.get(piece.document, offset=piece.offset, length=piece.length + 1)
-            for piece in share.pack
-        ]
-        return shared_sample(texts, share, self.ranks.of(share.size), self.masked_token)
+        limits = self.limits.of(share.size)
+        return shared_sample(self.texts(share.pack), share, limits, self.masked_token)
 
 
 def shared_sample(

@@ -17,10 +17,10 @@ import os
 import sys
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Optional, Protocol
+from typing import Any, Literal, Optional, Protocol, Self
 
 import numpy as np
 import torch
@@ -120,6 +120,25 @@ def document_stream(
                 yield from split(document, length, plan.limits.max_tokens)
 
 
+def training_stream(
+    lengths: NDArray[np.integer[Any]],
+    documents: NDArray[np.integer[Any]],
+    plan: PackingPlan,
+    is_endless: bool,
+) -> Iterator[Piece]:
+    """Return :func:`document_stream` of one epoch, or of epochs without end.
+
+    Raises:
+        ValueError: There is nothing to train on.
+    """
+    if not bool((lengths[documents] > 1).any()):
+        raise ValueError(
+            f"none of the {len(documents)} documents has two tokens or more, so there is nothing "
+            "to train on; set data_path to a corpus that has some, or split to give this set a part"
+        )
+    return document_stream(lengths, documents, plan, None if is_endless else 1)
+
+
 @dataclass(frozen=True)
 class PackIndex:
     """The pieces of each sample.
@@ -133,59 +152,102 @@ class PackIndex:
     ends: NDArray[np.int64]
 
     @classmethod
-    def of(cls, packs: Iterable[Pack]) -> PackIndex:
-        """Build the index of samples that hold these packs."""
+    def of(cls, packs: Iterable[Pack], **others: Any) -> Self:
+        """Build the index of samples that hold these packs.
+
+        Args:
+            packs: The packs in order.
+            others: Functions that return the other arrays, called last.
+        """
         # Arrays that grow in place: lists of tuples would need ten times the memory.
         pieces, ends = array("i"), array("q")
         for pack in packs:
             pieces.extend(itertools.chain.from_iterable(pack))
             ends.append(len(pieces) // 3)
         rows = np.frombuffer(pieces, dtype=np.int32).reshape(-1, 3)
-        return cls(rows, np.frombuffer(ends, dtype=np.int64))
+        made = {name: make() for name, make in others.items()}
+        return cls(rows, np.frombuffer(ends, dtype=np.int64), **made)
+
+    @classmethod
+    def build(
+        cls,
+        lengths: NDArray[np.integer[Any]],
+        documents: NDArray[np.integer[Any]],
+        plan: Any,
+        num_samples: Optional[int] = None,
+        what: str = "packing documents",
+    ) -> Self:
+        """Pack until there are enough samples.
+
+        Args:
+            lengths: As for :func:`document_stream`.
+            documents: As for :func:`document_stream`.
+            plan: Packing, limits and seed.
+            num_samples: Number of samples; None packs one epoch, whose last samples may be nearly
+                empty.
+            what: Text shown with the progress.
+
+        Raises:
+            ValueError: There is nothing to train on.
+        """
+        stream = training_stream(lengths, documents, plan, num_samples is not None)
+        packs = itertools.islice(plan.packs(stream), num_samples)
+        return cls.of(watched(packs, num_samples, what))
 
     def __len__(self) -> int:
         return len(self.ends)
 
-    def __getitem__(self, sample: int) -> Pack:
-        begin = self.ends[sample - 1] if sample else 0
-        return [Piece(*row) for row in self.pieces[begin : self.ends[sample]].tolist()]
+    def __getitem__(self, sample: int) -> Any:
+        return self.pack(sample)
 
-    def filling(self, limits: PackLimits) -> float:
+    def pack(self, number: int) -> Pack:
+        """Return the pieces of a pack."""
+        begin = self.ends[number - 1] if number else 0
+        return [Piece(*row) for row in self.pieces[begin : self.ends[number]].tolist()]
+
+    def filling(self, limits: Any) -> float:
         """Return the fraction of all buffers that documents fill, 0 to 1."""
-        return float(self.pieces[:, 2].sum(dtype=np.int64)) / (len(self) * limits.max_tokens)
+        return self.num_tokens / (len(self) * limits.max_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all pieces."""
+        return int(self.pieces[:, 2].sum(dtype=np.int64))
 
     def part_with(self, num_pieces: int) -> float:
         """Return the fraction of samples that hold ``num_pieces`` pieces, 0 to 1."""
         return float((np.diff(self.ends, prepend=0) == num_pieces).mean())
 
+    # Files
 
-def build_index(
-    lengths: NDArray[np.integer[Any]],
-    documents: NDArray[np.integer[Any]],
-    plan: PackingPlan,
-    num_samples: Optional[int] = None,
-    what: str = "packing documents",
-) -> PackIndex:
-    """Pack until there are enough samples.
+    @classmethod
+    def load(cls, folder: Path, name: str) -> Optional[Self]:
+        """Load the index that :meth:`save` wrote; None if there is none of this format."""
+        paths = cls._paths(folder, name)
+        if not all(path.is_file() for path in paths.values()):
+            return None
+        description = paths.pop("description")
+        if json.loads(description.read_text(encoding="utf-8")).get("format") != _FORMAT:
+            return None
+        return cls(**{field: np.load(path, mmap_mode="r") for field, path in paths.items()})
 
-    Args:
-        lengths: As for :func:`document_stream`.
-        documents: As for :func:`document_stream`.
-        plan: Packing, limits and seed.
-        num_samples: Number of samples; None packs one epoch; its last samples may be nearly empty.
-        what: Text shown with the progress.
+    def save(self, folder: Path, name: str, plan: PackingPlan) -> None:
+        """Write an index for :meth:`load`; the description, written last, marks it complete."""
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"format": _FORMAT, "num_samples": len(self), "plan": asdict(plan)}
+        for field, path in reversed(self._paths(folder, name).items()):
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            with temporary.open("wb") as stream:
+                if field == "description":
+                    stream.write(json.dumps(content, indent=1).encode() + b"\n")
+                else:
+                    np.save(stream, getattr(self, field))
+            temporary.replace(path)
 
-    Raises:
-        ValueError: There is nothing to pack.
-    """
-    if not bool((lengths[documents] > 1).any()):
-        raise ValueError(
-            f"none of the {len(documents)} documents has two tokens or more, so there is nothing "
-            "to pack; set data_path to a corpus that has some, or split to give this set a part"
-        )
-    stream = document_stream(lengths, documents, plan, 1 if num_samples is None else None)
-    packs = itertools.islice(plan.packs(stream), num_samples)
-    return PackIndex.of(_watched(packs, num_samples, what))
+    @classmethod
+    def _paths(cls, folder: Path, name: str) -> dict[str, Path]:
+        paths = {"description": folder / f"{name}-description.json"}
+        return paths | {f.name: folder / f"{name}-{f.name}.npy" for f in fields(cls)}
 
 
 class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -199,11 +261,7 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        index: PackIndex,
-        limits: PackLimits,
-        masked_token: Optional[int] = None,
+        self, corpus: Corpus, index: Any, limits: Any, masked_token: Optional[int] = None
     ) -> None:
         self.corpus = corpus
         self.index = index
@@ -215,91 +273,45 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, sample: Optional[int]) -> dict[str, torch.Tensor]:
         """Return sample number ``sample``; None gives one without documents, to fill a batch."""
-        pieces = [] if sample is None else self.index[sample]
-        texts = [
+        pack = [] if sample is None else self.index[sample]
+        return packed_sample(self.texts(pack), self.limits, self.masked_token)
+
+    def texts(self, pack: Pack) -> list[NDArray[Any]]:
+        """Return the tokens of each piece, and the one after them."""
+        return [
             self.corpus.get(piece.document, offset=piece.offset, length=piece.length + 1)
-            for piece in pieces
+            for piece in pack
         ]
-        return packed_sample(texts, self.limits, self.masked_token)
-
-
-# Files
-
-
-def load_index(folder: Path, name: str) -> Optional[PackIndex]:
-    """Load the index that :func:`save_index` wrote; None if there is none of this format."""
-    paths = _paths(folder, name)
-    if not all(path.is_file() for path in paths):
-        return None
-    description, pieces, ends = paths
-    if json.loads(description.read_text(encoding="utf-8")).get("format") != _FORMAT:
-        return None
-    return PackIndex(np.load(pieces, mmap_mode="r"), np.load(ends, mmap_mode="r"))
-
-
-def save_index(folder: Path, name: str, index: PackIndex, plan: PackingPlan) -> None:
-    """Write an index for :func:`load_index`; the description, written last, marks it complete."""
-    description, pieces, ends = _paths(folder, name)
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {"format": _FORMAT, "num_samples": len(index), "plan": asdict(plan)}
-    for path, numbers in ((pieces, index.pieces), (ends, index.ends)):
-        temporary = _temporary(path)
-        with temporary.open("wb") as stream:
-            np.save(stream, numbers)
-        temporary.replace(path)
-    temporary = _temporary(description)
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(description)
-
-
-def _paths(folder: Path, name: str) -> Sequence[Path]:
-    endings = ("description.json", "pieces.npy", "ends.npy")
-    return [folder / f"{name}-{ending}" for ending in endings]
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 # Progress
 
 
-def _watched(packs: Iterator[Pack], total: Optional[int], what: str) -> Iterator[Pack]:
+def watched(packs: Iterator[Pack], total: Optional[int], what: str) -> Iterator[Pack]:
     """Yield the packs and show progress: a bar on stderr, or log lines without a terminal.
 
     Nothing is shown during the first second.
     """
+    from megatron.slipstream.plan.progress_bar import bar_on_stderr
+
     started_s = shown_s = time.monotonic()
     bar: Any = None
     try:
-        for count, pack in enumerate(packs):
+        for count, pack in enumerate(packs, 1):
             yield pack
             now_s = time.monotonic()
             if now_s - started_s < _QUIET_S:
                 continue
             if sys.stderr.isatty():
                 if bar is None:
-                    bar = _Bar(total, what)
-                bar.show(count + 1)
+                    bar = bar_on_stderr()
+                    bar.add_task(what, total=total)
+                    bar.start()
+                bar.update(bar.task_ids[0], completed=count)
             elif now_s - shown_s > _LINE_EVERY_S:
                 shown_s = now_s
                 of_total = "" if total is None else f" of {total}"
-                logger.info("%s: %d%s samples", what, count + 1, of_total)
+                logger.info("%s: %d%s samples", what, count, of_total)
     finally:
         if bar is not None:
-            bar.close()
-
-
-class _Bar:
-    def __init__(self, total: Optional[int], what: str) -> None:
-        from megatron.slipstream.plan.progress_bar import bar_on_stderr
-
-        self._progress = bar_on_stderr()
-        self._task = self._progress.add_task(what, total=total)
-        self._progress.start()
-
-    def show(self, num_done: int) -> None:
-        self._progress.update(self._task, completed=num_done)
-
-    def close(self) -> None:
-        self._progress.stop()
+            bar.stop()

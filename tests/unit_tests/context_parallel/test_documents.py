@@ -18,10 +18,7 @@ from megatron.slipstream.context_parallel.documents import (
     GroupIndex,
     GroupPlan,
     SharedDocuments,
-    build_group_index,
     group_plan,
-    load_group_index,
-    save_group_index,
     shared_sample,
 )
 from megatron.slipstream.context_parallel.limits import CostModel, RankLimits
@@ -67,7 +64,7 @@ def plan_of(seed: int = 1) -> GroupPlan:
 
 def index_of(corpus: Documents, num_slots: Optional[int], seed: int = 1) -> GroupIndex:
     every = np.arange(len(corpus.sequence_lengths))
-    return build_group_index(corpus.sequence_lengths, every, plan_of(seed), num_slots)
+    return GroupIndex.build(corpus.sequence_lengths, every, plan_of(seed), num_slots)
 
 
 def samples_of_ranks(corpus: Documents, index: GroupIndex, context_parallel_size: int) -> Any:
@@ -76,7 +73,7 @@ def samples_of_ranks(corpus: Documents, index: GroupIndex, context_parallel_size
     result = []
     for rank in range(RANKS.num_ranks):
         data_rank, context_rank = divmod(rank, context_parallel_size)
-        dataset = SharedDocuments(corpus, index, RANKS, context_parallel_size, context_rank)
+        dataset = SharedDocuments(corpus, index, RANKS, None, context_parallel_size, context_rank)
         numbers = range(data_rank, len(dataset), data_parallel_size)
         result.append([dataset[number] for number in numbers])
     return result
@@ -188,9 +185,9 @@ def test_ranks_of_a_group_are_numbered_in_the_order_of_their_slots(corpus: Docum
 
 def test_an_index_is_read_as_it_was_written(corpus: Documents, tmp_path: Path) -> None:
     index = index_of(corpus, 50)
-    assert load_group_index(tmp_path, "train") is None
-    save_group_index(tmp_path / "new", "train", index, plan_of())
-    again = load_group_index(tmp_path / "new", "train")
+    assert GroupIndex.load(tmp_path, "train") is None
+    index.save(tmp_path / "new", "train", plan_of())
+    again = GroupIndex.load(tmp_path / "new", "train")
     assert [again[slot] for slot in range(len(index))] == [
         index[slot] for slot in range(len(index))
     ]
@@ -209,4 +206,4 @@ def test_an_index_knows_how_full_it_is_and_which_sizes_it_has(corpus: Documents)
 def test_a_corpus_without_text_is_refused() -> None:
     lengths = np.array([1, 0, 1], dtype=np.int32)
     with pytest.raises(ValueError, match="^none of the 3 documents .*; set data_path"):
-        build_group_index(lengths, np.arange(3), plan_of(), 10)
+        GroupIndex.build(lengths, np.arange(3), plan_of(), 10)

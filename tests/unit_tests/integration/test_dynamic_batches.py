@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from shared_documents import changed_specs, fill_weights, layer_name
 from small_corpora import batches_of, dataset_config, write_corpus
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 
+from megatron.slipstream.context_parallel.documents import GroupIndex
 from megatron.slipstream.integration.packed import dynamic_batches
 from megatron.slipstream.options.fields import DynamicContextParallelOptions
 from megatron.slipstream.packed_sequences.packing import Piece
@@ -281,9 +283,8 @@ def _datasets(rank: int, num_ranks: int, port: int, corpus: str, cache: Path) ->
     data_rank = mpu.get_data_parallel_rank()
     base = base_config(corpus, cache=cache)
     train, valid, test = dynamic_batches.datasets((20, 2, 0), base)
-    dynamic_batches.build_group_index, build = never, dynamic_batches.build_group_index
-    again, *_ = dynamic_batches.datasets((20, 2, 0), base)
-    dynamic_batches.build_group_index = build
+    with mock.patch.object(GroupIndex, "build", never):
+        again, *_ = dynamic_batches.datasets((20, 2, 0), base)
     set_arguments(case_of(), seed=6)
     other, *_ = dynamic_batches.datasets((20, 2, 0), base)
     base.eod_mask_loss = True
@@ -300,8 +301,8 @@ def _datasets(rank: int, num_ranks: int, port: int, corpus: str, cache: Path) ->
         "slots": slots(train),
         "again": slots(again) == slots(train) and tokens(again) == tokens(train),
         "other seed": slots(other) == slots(train),
-        "documents": {row[0] for row in train.samples.index.packs.pieces.tolist()},
-        "valid documents": {row[0] for row in valid.samples.index.packs.pieces.tolist()},
+        "documents": {row[0] for row in train.samples.index.pieces.tolist()},
+        "valid documents": {row[0] for row in valid.samples.index.pieces.tolist()},
         "masked token": (train.samples.masked_token, masked.samples.masked_token),
     }
 

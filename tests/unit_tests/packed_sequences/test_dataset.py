@@ -21,10 +21,7 @@ from megatron.slipstream.packed_sequences.dataset import (
     PackedDocuments,
     PackIndex,
     PackingPlan,
-    build_index,
     document_stream,
-    load_index,
-    save_index,
 )
 from megatron.slipstream.packed_sequences.packing import PackLimits
 
@@ -50,7 +47,7 @@ class Corpus:
 
 
 def index_of(lengths: list[int], plan: PackingPlan, num_samples: Optional[int] = None) -> PackIndex:
-    return build_index(
+    return PackIndex.build(
         np.array(lengths, dtype=np.int32),
         np.arange(len(lengths), dtype=np.int32),
         plan,
@@ -89,7 +86,7 @@ def test_an_epoch_reads_every_token_but_the_last_of_each_document_once(
 
 def test_only_documents_of_the_split_are_packed() -> None:
     lengths = np.array([9, 8, 7, 6], dtype=np.int32)
-    index = build_index(lengths, np.array([1, 3], dtype=np.int32), GREEDY)
+    index = PackIndex.build(lengths, np.array([1, 3], dtype=np.int32), GREEDY)
     assert sorted(row[0] for sample in samples_of(index) for row in sample) == [1, 3]
 
 
@@ -144,9 +141,9 @@ GOLDEN = [
 
 def test_a_saved_index_reads_back(tmp_path: Path) -> None:
     index = index_of([9, 40, 4, 7], GREEDY, 5)
-    assert load_index(tmp_path / "new", "x") is None
-    save_index(tmp_path / "new", "x", index, GREEDY)
-    found = load_index(tmp_path / "new", "x")
+    assert PackIndex.load(tmp_path / "new", "x") is None
+    index.save(tmp_path / "new", "x", GREEDY)
+    found = PackIndex.load(tmp_path / "new", "x")
     assert found is not None
     assert samples_of(found) == samples_of(index)
     assert isinstance(found.pieces, np.memmap)
@@ -160,13 +157,13 @@ def test_a_saved_index_reads_back(tmp_path: Path) -> None:
 
 def test_half_an_index_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = index_of([9, 40], GREEDY, 5)
-    save_index(tmp_path, "x", index, GREEDY)
+    index.save(tmp_path, "x", GREEDY)
     (tmp_path / "x-ends.npy").unlink()
-    assert load_index(tmp_path, "x") is None
-    save_index(tmp_path, "x", index, GREEDY)
-    assert load_index(tmp_path, "x") is not None
+    assert PackIndex.load(tmp_path, "x") is None
+    index.save(tmp_path, "x", GREEDY)
+    assert PackIndex.load(tmp_path, "x") is not None
     monkeypatch.setattr(dataset, "_FORMAT", 2)
-    assert load_index(tmp_path, "x") is None
+    assert PackIndex.load(tmp_path, "x") is None
 
 
 # --- figures and refusals -------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 from megatron.slipstream.integration.entry import providers
 from megatron.slipstream.integration.packed import packed_sequences
 from megatron.slipstream.integration.record.monitor import Monitor
+from megatron.slipstream.packed_sequences.dataset import PackIndex, PackingPlan
 
 pytestmark = pytest.mark.releases
 
@@ -250,9 +252,8 @@ def _datasets(
     set_arguments(case_of())
     train, valid, test = packed_sequences.datasets((8, 2, 0), base_config(corpus, cache=cache))
     resumed = next(batches_of(train, consumed_samples=3))
-    packed_sequences.build_index, build = never, packed_sequences.build_index
-    again, *_ = packed_sequences.datasets((8, 2, 0), base_config(corpus, cache=cache))
-    packed_sequences.build_index = build
+    with mock.patch.object(PackIndex, "build", never):
+        again, *_ = packed_sequences.datasets((8, 2, 0), base_config(corpus, cache=cache))
     longer, *_ = packed_sequences.datasets((30, 2, 0), base_config(corpus, cache=cache))
     set_arguments(case_of(), seed=6)
     other, *_ = packed_sequences.datasets((8, 2, 0), base_config(corpus, cache=cache))
@@ -328,11 +329,10 @@ def test_mock_data_is_packed_and_a_blend_is_not_balanced(corpus: str) -> None:
 def test_a_limit_that_leaves_buffers_empty_is_told(
     most: int, length: int, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from megatron.slipstream.packed_sequences.dataset import PackingPlan, build_index
     from megatron.slipstream.packed_sequences.packing import PackLimits
 
     plan = PackingPlan(PackLimits(60, most))
-    index = build_index(np.full(24, length + 1), np.arange(24), plan)
+    index = PackIndex.build(np.full(24, length + 1), np.arange(24), plan)
     with caplog.at_level("WARNING", logger="megatron.slipstream"):
         dataset = SimpleNamespace(index_split=Split.train)
         packed_sequences.PackedGPTDataset._log_index(dataset, index, plan)

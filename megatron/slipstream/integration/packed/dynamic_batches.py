@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar, Optional
 
 import torch
@@ -28,10 +28,7 @@ from megatron.slipstream.context_parallel.documents import (
     GroupIndex,
     GroupPlan,
     SharedDocuments,
-    build_group_index,
     group_plan,
-    load_group_index,
-    save_group_index,
 )
 from megatron.slipstream.context_parallel.limits import cost_model, rank_limits
 from megatron.slipstream.integration.packed import packed_sequences
@@ -46,7 +43,7 @@ from megatron.slipstream.integration.packed.packed_sequences import (
     packed_seq_params,
 )
 from megatron.slipstream.packed_sequences.batch import OFFSET_KEYS
-from megatron.slipstream.packed_sequences.dataset import PackingPlan
+from megatron.slipstream.packed_sequences.dataset import PackIndex, PackingPlan
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
 
@@ -58,8 +55,7 @@ logger = logging.getLogger(__name__)
 class SharedGPTDataset(PackedGPTDataset):
     """This rank's parts of the micro-batches of one corpus, built by megatron's builder."""
 
-    _load_index: ClassVar[Callable[..., Any]] = staticmethod(load_group_index)
-    _save_index: ClassVar[Callable[..., None]] = staticmethod(save_group_index)
+    index_class: ClassVar[type[PackIndex]] = GroupIndex
 
     def _samples(self, plan: PackingPlan, masked_token: Optional[int]) -> SharedDocuments:
         assert isinstance(plan, GroupPlan)
@@ -67,25 +63,25 @@ class SharedGPTDataset(PackedGPTDataset):
             self.dataset,
             self._index(plan),
             plan.ranks,
+            masked_token,
             mpu.get_context_parallel_world_size(),
             mpu.get_context_parallel_rank(),
-            masked_token,
         )
 
-    def _build_index(self, plan: GroupPlan, num_samples: Optional[int]) -> GroupIndex:
+    def _build_index(self, plan: GroupPlan, num_samples: Optional[int]) -> Any:
         num_slots = None
         if num_samples is not None:
             num_slots = num_samples * mpu.get_context_parallel_world_size()
         what = f"scheduling documents ({self.index_split.name})"
         lengths = self.dataset.sequence_lengths
-        return build_group_index(lengths, self.indices, plan, num_slots, what)
+        return self.index_class.build(lengths, self.indices, plan, num_slots, what)
 
     def _log_index(self, index: GroupIndex, plan: GroupPlan) -> None:
         sizes = (f"{size}: {100 * index.part_with(size):.1f}%" for size in plan.ranks.sizes)
         logger.info(
             "scheduled %d pieces of documents into %d parts of micro-batches of the %s set: "
             "%.1f%% of their tokens are not padding; parts by context-parallel size: %s",
-            len(index.packs.pieces),
+            len(index.pieces),
             len(index),
             self.index_split.name,
             100 * index.filling(plan.ranks),

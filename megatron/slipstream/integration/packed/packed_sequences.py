@@ -33,10 +33,8 @@ from megatron.slipstream.packed_sequences.batch import (
 )
 from megatron.slipstream.packed_sequences.dataset import (
     PackedDocuments,
+    PackIndex,
     PackingPlan,
-    build_index,
-    load_index,
-    save_index,
 )
 from megatron.slipstream.packed_sequences.packing import pack_limits
 from megatron.slipstream.patches import table
@@ -113,17 +111,17 @@ class PackedGPTDataset(MegatronDataset):
     def __getitem__(self, idx: Optional[int]) -> dict[str, torch.Tensor]:
         return self.samples[idx]
 
-    # Overridden by subclasses: samples, their index, and its files.
+    # Overridden by subclasses: samples and their index.
 
-    _load_index: ClassVar[Callable[..., Any]] = staticmethod(load_index)
-    _save_index: ClassVar[Callable[..., None]] = staticmethod(save_index)
+    index_class: ClassVar[type[PackIndex]] = PackIndex
 
     def _samples(self, plan: PackingPlan, masked_token: Optional[int]) -> Any:
         return PackedDocuments(self.dataset, self._index(plan), plan.limits, masked_token)
 
     def _build_index(self, plan: Any, num_samples: Optional[int]) -> Any:
         what = f"packing documents ({self.index_split.name})"
-        return build_index(self.dataset.sequence_lengths, self.indices, plan, num_samples, what)
+        lengths = self.dataset.sequence_lengths
+        return self.index_class.build(lengths, self.indices, plan, num_samples, what)
 
     def _log_index(self, index: Any, plan: Any) -> None:
         limits, filling = plan.limits, index.filling(plan.limits)
@@ -151,7 +149,7 @@ class PackedGPTDataset(MegatronDataset):
         """Load the index from the cache, or build it, which gives the same result on every rank."""
         folder = self._cache_folder()
         name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-        index = None if folder is None else self._load_index(folder, name)
+        index = None if folder is None else self.index_class.load(folder, name)
         if index is not None:
             return index
         # Megatron requests no samples if it does not evaluate, but refuses an empty set.
@@ -161,7 +159,7 @@ class PackedGPTDataset(MegatronDataset):
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             self._log_index(index, plan)
             if folder is not None:
-                self._save_index(folder, name, index, plan)
+                index.save(folder, name, plan)
         return index
 
     def _cache_folder(self) -> Optional[Path]:
