@@ -10,7 +10,7 @@ from typing import Any, Optional
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
-from megatron.slipstream.graphs.bank import ChunkGraphs
+from megatron.slipstream.graphs.bank import ChunkGraphs, CpSizes
 from megatron.slipstream.graphs.capture import EagerGraphs, GraphBackend
 from megatron.slipstream.graphs.chunk import Chunk
 
@@ -27,7 +27,7 @@ def table_of(size: int) -> torch.Tensor:
     return torch.linspace(1, 2, TOKENS * size).reshape(-1, 1, 1)
 
 
-class Sizes:
+class Sizes(CpSizes):
     """Sizes of micro-batches: the size is an argument, and decides the length of a table."""
 
     sizes = SIZES

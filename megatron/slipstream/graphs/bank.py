@@ -35,7 +35,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 
@@ -49,12 +49,13 @@ from megatron.slipstream.graphs.static_arguments import StaticArguments
 logger = logging.getLogger(__name__)
 
 
-class CpSizes(Protocol):
-    """The context-parallel sizes of micro-batches."""
+class CpSizes:
+    """The context-parallel sizes of micro-batches: here one, which never changes."""
 
     @property
     def sizes(self) -> Sequence[int]:
         """All sizes that a micro-batch may have."""
+        return (ONE_SIZE,)
 
     def size_of(self, arguments: Mapping[str, Any]) -> int:
         """Return the size of a call.
@@ -62,41 +63,37 @@ class CpSizes(Protocol):
         Raises:
             ValueError: No size has graphs that can run it.
         """
+        return ONE_SIZE
 
     def arguments_of(self, arguments: Mapping[str, Any], size: int) -> Mapping[str, Any]:
         """Return a call's arguments, converted to those of a call of another size."""
+        return arguments
 
     def agree(self, size: int, error: Optional[Exception]) -> None:
-        """Wait until every rank has called this.
+        """Raise ``error``, or ``RuntimeError`` if another rank failed; a collective of all ranks.
+
+        With one size no rank waits for others, and one that fails ends the training.
 
         Args:
             size: The size that was run or captured.
             error: Why it failed; None if it succeeded.
-
-        Raises:
-            Exception: ``error``, if there is one.
-            RuntimeError: It failed on another rank.
         """
+        if error is not None:
+            raise error
 
+    def together(self, size: int, step: Callable[[], None]) -> None:
+        """Run a step; raise on every rank if it fails on one: [Note: All ranks capture together].
 
-def together(sizes: Optional[CpSizes], size: int, step: Callable[[], None]) -> None:
-    """Run a step; raise on every rank if it fails on one: [Note: All ranks capture together].
-
-    Args:
-        sizes: The sizes of micro-batches; None if there is only one. Then no rank waits for
-            others, and one that fails ends the training.
-        size: The size that is run or captured.
-        step: The step.
-    """
-    if sizes is None:
-        step()
-        return
-    error: Optional[Exception] = None
-    try:
-        step()
-    except Exception as raised:
-        error = raised
-    sizes.agree(size, error)
+        Args:
+            size: The size that is run or captured.
+            step: The step.
+        """
+        error: Optional[Exception] = None
+        try:
+            step()
+        except Exception as raised:
+            error = raised
+        self.agree(size, error)
 
 
 class ChunkGraphs:
@@ -127,7 +124,7 @@ class ChunkGraphs:
         self._largest = next(iter(self.of_size.values()))
         self._num_warmup_iterations = max(1, num_warmup_iterations)
         self._backend = backend
-        self._sizes = sizes
+        self._sizes = sizes or CpSizes()
         self._num_iterations = 0
         self._call: Optional[tuple[torch.Tensor, StaticArguments]] = None
         """Arguments of one eager micro-batch; None before it ran and after the capture."""
@@ -216,7 +213,7 @@ class ChunkGraphs:
         # Without a backward pass nothing would free a slot.
         if not (chunk.module.training and torch.is_grad_enabled()):
             return chunk.run(hidden, **arguments)
-        size = ONE_SIZE if self._sizes is None else self._sizes.size_of(arguments)
+        size = self._sizes.size_of(arguments)
         if self.is_captured:
             return self.of_size[size](hidden, arguments)
         if self._num_iterations >= self._num_warmup_iterations and self._call is None:
@@ -230,9 +227,9 @@ class ChunkGraphs:
             with self._backend.session():
                 for size in self.of_size:
                     prepare = partial(self._prepare, size, sample, call, memories)
-                    together(self._sizes, size, prepare)
+                    self._sizes.together(size, prepare)
                 for size, graphs in self.of_size.items():
-                    together(self._sizes, size, graphs.record)
+                    self._sizes.together(size, graphs.record)
         except BaseException:
             for graphs in self.of_size.values():
                 graphs.close()
@@ -245,11 +242,9 @@ class ChunkGraphs:
         call: StaticArguments,
         memories: SlotMemories,
     ) -> None:
-        if self._sizes is not None:
-            arguments = self._sizes.arguments_of(call.unflatten(call.tensors), size)
-            call = StaticArguments.flatten(arguments)
-        of_size = partial(together, self._sizes, size)
-        self.of_size[size].prepare(sample, call, memories, of_size)
+        arguments = self._sizes.arguments_of(call.unflatten(call.tensors), size)
+        of_size = partial(self._sizes.together, size)
+        self.of_size[size].prepare(sample, StaticArguments.flatten(arguments), memories, of_size)
 
 
 def _copy_of_call(

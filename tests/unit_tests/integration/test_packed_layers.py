@@ -16,6 +16,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
+from megatron.slipstream.graphs.bank import CpSizes
 from megatron.slipstream.graphs.capture import Tail
 from megatron.slipstream.graphs.slots import SlotMemories, SlotMemory
 from megatron.slipstream.integration.graphs.layers import GraphedMixin
@@ -36,7 +37,7 @@ def captured(*layers: Any, num_sets: int = 1, pre_process: bool = True) -> Packe
     """Layers with graphs; a graph is its static inputs."""
     model: Any = torch.nn.Module()
     model.pre_process = pre_process
-    packed, learned = PackedLayers(model), arguments(4)
+    packed, learned = PackedLayers(model, CpSizes()), arguments(4)
     for layer in layers:
         packed.learn(layer, torch.ones(8, 1, 4), learned)
     packed.begin_capture(layers, SlotMemories(SlotMemory(None, Tail()) for _ in range(num_sets)))

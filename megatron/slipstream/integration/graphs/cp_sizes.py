@@ -19,13 +19,14 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.slipstream.context_parallel.limits import RankLimits
+from megatron.slipstream.graphs.bank import CpSizes
 from megatron.slipstream.integration.packed.context_parallel_groups import ContextParallelGroups
 
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
-class DynamicSizes:
-    """The sizes of dynamic context parallelism: ``CpSizes`` of ``graphs/bank.py``.
+class DynamicSizes(CpSizes):
+    """The sizes of dynamic context parallelism.
 
     Args:
         model: The unwrapped model chunk.
@@ -44,7 +45,6 @@ class DynamicSizes:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """All sizes that a micro-batch may have."""
         return self._limits.sizes
 
     def size_of(self, arguments: Mapping[str, Any]) -> int:
@@ -93,7 +93,7 @@ class DynamicSizes:
         )
 
     def arguments_of(self, arguments: Mapping[str, Any], size: int) -> Mapping[str, Any]:
-        """Return arguments for another size: those of one sequence that fills the buffer."""
+        # One sequence fills the buffer.
         params = self._params_of(arguments["packed_seq_params"], size)
         changed = {**arguments, "packed_seq_params": params}
         if arguments.get("rotary_pos_emb") is not None:
@@ -129,7 +129,6 @@ class DynamicSizes:
         return table[0] if isinstance(table, tuple) else table
 
     def agree(self, size: int, error: Optional[Exception]) -> None:
-        """Raise ``error``, or ``RuntimeError`` if another rank failed; a collective of all."""
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         num_failed = torch.tensor(int(error is not None), device=device)
         # First over all stages and tensor-parallel ranks, then within each.

@@ -37,7 +37,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
-from megatron.slipstream.graphs.bank import CpSizes, together
+from megatron.slipstream.graphs.bank import CpSizes
 from megatron.slipstream.graphs.capture import CudaGraphs, EagerGraphs
 from megatron.slipstream.graphs.slots import (
     SlotAllocation,
@@ -75,10 +75,10 @@ class PackedLayers:
 
     Args:
         model: The chunk, without wrappers.
-        sizes: The context-parallel sizes of micro-batches; None if there is only one.
+        sizes: The context-parallel sizes of micro-batches.
     """
 
-    def __init__(self, model: torch.nn.Module, sizes: Optional[CpSizes] = None) -> None:
+    def __init__(self, model: torch.nn.Module, sizes: CpSizes) -> None:
         self.model: Any = model
         self.sizes = sizes
         self._stage: int = getattr(model, "vp_stage", None) or 0
@@ -257,7 +257,7 @@ class PackedLayers:
 
     def _resized(self, learned: StaticArguments, size: int) -> Mapping[str, Any]:
         arguments = learned.unflatten(learned.tensors)
-        if self.sizes is None or "packed_seq_params" not in arguments:
+        if "packed_seq_params" not in arguments:
             return arguments
         return self.sizes.arguments_of(arguments, size)
 
@@ -289,7 +289,7 @@ class PackedLayers:
         """
         if layer is self._layers[0]:
             self._loaded.clear()
-            self.size = ONE_SIZE if self.sizes is None else self.sizes.size_of(options)
+            self.size = self.sizes.size_of(options)
         graphs = self._graphs[self.size][layer]
         number = layer.current_microbatch % len(graphs)  # as megatron-core chooses
         if number != self.number:
@@ -389,15 +389,15 @@ def _capture(config: Any, of_chunks: Sequence[Sequence[Any]]) -> None:
             engine = engine if chunks else open_graphs(layers[0], slots)
             chunks.append(layers[0].packed)
             chunks[-1].begin_capture(layers, SlotMemories.of(backend, num_sets))
-    sizes = chunks[0].sizes if chunks else None
+    sizes = chunks[0].sizes if chunks else CpSizes()
     make_graphs = functools.partial(cuda_graphs.make_graphed_callables, **_options(config))
 
     def capture_all(size: int) -> None:
         for chunk in chunks:
             chunk.capture_size(size, make_graphs, engine)
 
-    for size in (ONE_SIZE,) if sizes is None else sorted(sizes.sizes, reverse=True):
-        together(sizes, size, functools.partial(capture_all, size))
+    for size in sorted(sizes.sizes, reverse=True):
+        sizes.together(size, functools.partial(capture_all, size))
     for chunk in chunks:
         chunk.end_capture()
 
@@ -467,7 +467,7 @@ def take_packed_sequences(
     undo: list[Callable[[], None]] = [functools.partial(patching.undo, user)]
     for chunk in chunks:
         model: Any = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-        sizes = None
+        sizes = CpSizes()
         if limits is not None:
             sizes = DynamicSizes(model, limits, context_parallel_groups(limits))
         packed = PackedLayers(model, sizes)
