@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from functools import cache
 
 from doc_pages import ROOT
 
@@ -55,38 +54,6 @@ def test_every_flag_of_the_parser_has_a_heading() -> None:
     assert len(fields) > 15
     flags = ["--" + name.replace("_", "-") for name in fields]
     assert [flag for flag in flags if f"\n### `{flag}`\n" not in page] == []
-
-
-# --- troubleshooting ------------------------------------------------------------------------------
-
-
-@cache
-def texts_of_the_package() -> tuple[str, ...]:
-    """The strings of each source file."""
-    return tuple(
-        "\n".join(
-            re.sub(r"\s+", " ", node.value)
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        )
-        for path in sorted((ROOT / "megatron" / "slipstream").rglob("*.py"))
-    )
-
-
-def test_messages_that_troubleshooting_quotes_are_in_the_source() -> None:
-    page = (USER_GUIDE / "troubleshooting.md").read_text(encoding="utf-8")
-    section = page.partition("## What warnings mean")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    quotes = [quote for row in rows for quote in re.findall(r"`([^`]+)`", row)]
-    quotes += re.findall(r"`([^`]*\w=?…[^`]*)`", page)
-    assert len(quotes) > 12
-    assert [quote for quote in quotes if not is_said(quote)] == []
-
-
-def is_said(quote: str) -> bool:
-    """Whether one file has every part of the text; '…' replaces variable parts."""
-    pieces = re.split(r"\s*…\s*", quote.removeprefix("attach(): "))
-    return any(all(piece in texts for piece in pieces) for texts in texts_of_the_package())
 
 
 # --- compatibility --------------------------------------------------------------------------------
