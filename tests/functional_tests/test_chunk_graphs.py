@@ -26,12 +26,11 @@ FP8 = RECIPES["tensorwise"]
 """Without a GPU the quantization is simulated."""
 ONE_RANK = {
     "dense": ModelCase("dense", overrides=DROPOUT),
-    "dense, bf16": ModelCase("dense", bf16=True, overrides=DROPOUT),
     "MLA": ModelCase("mla"),
-    "experts, drop and pad": ModelCase("moe", overrides={**DROP_AND_PAD, **DROPOUT}),
-    "expert bias": ModelCase("moe", overrides={**DROP_AND_PAD, **EXPERT_BIAS}),
-    "experts, dropless": ModelCase("moe", sync_free_experts=True, overrides=DROPOUT),
-    "expert bias, dropless": ModelCase("moe", sync_free_experts=True, overrides=EXPERT_BIAS),
+    "experts, drop and pad": ModelCase("moe", overrides={**DROP_AND_PAD, **EXPERT_BIAS}),
+    "experts, dropless": ModelCase(
+        "moe", sync_free_experts=True, overrides={**EXPERT_BIAS, **DROPOUT}
+    ),
     "packed experts, dropless": ModelCase(
         "moe", sync_free_experts=True, is_packed=True, micro_batch_size=1
     ),
@@ -148,31 +147,20 @@ def test_a_chunk_is_replayed_once_until_its_graphs_are_closed() -> None:
     assert states == [True, False, False, True, False]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
-def test_two_data_parallel_ranks(overlap: bool) -> None:
-    check(2, ModelCase("dense", overrides=DROPOUT), (2, 3, 1), {"overlap_grad_reduce": overlap})
+def test_two_data_parallel_ranks() -> None:
+    check(2, ModelCase("dense", overrides=DROPOUT), (2, 3, 1), {"overlap_grad_reduce": True})
 
 
 def test_tensor_parallel_ranks() -> None:
     check(2, ModelCase("dense", tp=2, overrides=DROPOUT), (2, 3))
 
 
-def test_expert_parallel_ranks() -> None:
-    overrides = {**DROP_AND_PAD, **EXPERT_BIAS, "hidden_dropout": 0.1}
-    case = ModelCase("moe", ep=2, overrides=overrides)
-    check(2, case, (2, 3, 1), {"overlap_grad_reduce": True})
-
-
-def test_dropless_experts_of_two_ranks() -> None:
-    overrides = {**EXPERT_BIAS, "hidden_dropout": 0.1}
-    check(2, ModelCase("moe", ep=2, sync_free_experts=True, overrides=overrides), (2, 3, 1))
-
-
-@pytest.mark.parametrize("is_dropless", [False, True], ids=["", "dropless"])
+@pytest.mark.parametrize("is_dropless", [False, True], ids=["drop and pad", "dropless"])
 def test_offloading_inside_the_graphs_of_expert_parallel_ranks(is_dropless: bool) -> None:
-    overrides = {} if is_dropless else DROP_AND_PAD
+    overrides = {**EXPERT_BIAS, "hidden_dropout": 0.1, **({} if is_dropless else DROP_AND_PAD)}
     case = ModelCase("moe", ep=2, num_layers=3, sync_free_experts=is_dropless, overrides=overrides)
-    for result in check(2, case, (2, 3, 1), None, MOE_MODULES, "cpu-lazy"):
+    wrapper = {"overlap_grad_reduce": not is_dropless}
+    for result in check(2, case, (2, 3, 1), wrapper, MOE_MODULES, "cpu-lazy"):
         assert min(result.moved_bytes) > 0
 
 
