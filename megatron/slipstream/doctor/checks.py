@@ -7,7 +7,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -81,6 +82,13 @@ def _check(topic: str, label: str, prevents: str) -> Callable[[Look], None]:
     return lambda look: CHECKS.append(Check(topic, label, prevents, look))
 
 
+_of_versions = partial(_check, "Versions")
+_of_environment = partial(_check, "Environment variables")
+_of_gpus = partial(_check, "GPUs")
+_of_memory = partial(_check, "Host memory")
+_of_command = partial(_check, "Training command")
+
+
 def examine(facts: MachineFacts) -> list[Row]:
     """Run every check."""
     rows = []
@@ -120,7 +128,7 @@ def _version(name: str, found: Optional[str], findings: Findings) -> str:
     return found
 
 
-@_check("Versions", "torch", "training does not start")
+@_of_versions("torch", "training does not start")
 def _torch(facts: MachineFacts, findings: Findings) -> str:
     if facts.torch_error is None:
         return _version("torch", facts.process.torch, findings)
@@ -132,15 +140,12 @@ def _torch(facts: MachineFacts, findings: Findings) -> str:
     return str(facts.process.torch)
 
 
-@_check("Versions", "megatron-core", "an import or a patch of megatron-core fails")
+@_of_versions("megatron-core", "an import or a patch of megatron-core fails")
 def _megatron(facts: MachineFacts, findings: Findings) -> str:
     return _version("megatron-core", facts.process.megatron_core, findings)
 
 
-@_check(
-    *("Versions", "Transformer Engine"),
-    "megatron-core does not import, or offloads nothing on a GPU",
-)
+@_of_versions("Transformer Engine", "megatron-core does not import, or offloads nothing on a GPU")
 def _transformer_engine(facts: MachineFacts, findings: Findings) -> str:
     found = facts.process.transformer_engine
     if found is not None:
@@ -156,9 +161,7 @@ def _transformer_engine(facts: MachineFacts, findings: Findings) -> str:
     return "not installed"
 
 
-@_check(
-    "Versions", "Compiled extensions", "training waits indefinitely for the lock of a killed build"
-)
+@_of_versions("Compiled extensions", "training waits indefinitely for the lock of a killed build")
 def _extensions(facts: MachineFacts, findings: Findings) -> str:
     # Unlike Path.home(), this is no error for a user without a home directory.
     caches = facts.environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -178,7 +181,7 @@ def _extensions(facts: MachineFacts, findings: Findings) -> str:
     return f"{len(locks) or 'none is'} being compiled"
 
 
-@_check("Versions", "Engine in C++", "each group takes the host several times as long")
+@_of_versions("Engine in C++", "each group takes the host several times as long")
 def _native(facts: MachineFacts, findings: Findings) -> str:
     if not facts.has_torch:
         return findings.unknown("torch has to work first")
@@ -196,7 +199,7 @@ def _native(facts: MachineFacts, findings: Findings) -> str:
     return "not compiled"
 
 
-@_check("Versions", "Run-time patches", "`install()` ends with an error")
+@_of_versions("Run-time patches", "`install()` ends with an error")
 def _patches(facts: MachineFacts, findings: Findings) -> str:
     if not facts.has_megatron:
         return findings.unknown("torch and megatron-core must be importable")
@@ -226,10 +229,8 @@ def _shown(variables: dict[str, Optional[str]]) -> str:
     return "\n".join(f"{n}={v}" for n, v in variables.items() if v is not None) or "not set"
 
 
-@_check(
-    "Environment variables",
-    preflight.TE_SWITCH,
-    "Transformer Engine offloads weights as well; training refuses to start",
+@_of_environment(
+    preflight.TE_SWITCH, "Transformer Engine offloads weights as well; training refuses to start"
 )
 def _switch(facts: MachineFacts, findings: Findings) -> str:
     process = facts.process
@@ -245,10 +246,8 @@ def _switch(facts: MachineFacts, findings: Findings) -> str:
     return {None: "no such switch", True: "1", False: "0"}[process.te_offload_v1]
 
 
-@_check(
-    "Environment variables",
-    "NCCL in CUDA graphs",
-    "illegal memory accesses, or a deadlock, in captured collectives",
+@_of_environment(
+    "NCCL in CUDA graphs", "illegal memory accesses, or a deadlock, in captured collectives"
 )
 def _nccl(facts: MachineFacts, findings: Findings) -> str:
     names = (*ALLOCATORS, "NCCL_GRAPH_REGISTER", "NCCL_GRAPH_MIXING_SUPPORT")
@@ -276,7 +275,7 @@ def _nccl(facts: MachineFacts, findings: Findings) -> str:
     return _shown(found)
 
 
-@_check("Environment variables", "Debugging switches", "copies do not overlap with compute")
+@_of_environment("Debugging switches", "copies do not overlap with compute")
 def _debugging(facts: MachineFacts, findings: Findings) -> str:
     found = {name: facts.environment.get(name) for name in DEBUGGING}
     for name, value in found.items():
@@ -294,7 +293,7 @@ FAR_BELOW_OTHERS = 0.7
 """Fraction of the rate of the host's fastest GPU."""
 
 
-@_check("GPUs", "GPUs", "training runs on the CPU")
+@_of_gpus("GPUs", "training runs on the CPU")
 def _gpus(facts: MachineFacts, findings: Findings) -> str:
     if not facts.gpus and facts.driver is None:
         findings.note(
@@ -319,7 +318,7 @@ def _gpus(facts: MachineFacts, findings: Findings) -> str:
     return "\n".join([*gpus, f"driver {facts.driver or 'unknown'}"])
 
 
-@_check("GPUs", "Copies", "compute waits for copies")
+@_of_gpus("Copies", "compute waits for copies")
 def _copies(facts: MachineFacts, findings: Findings) -> str:
     if not facts.gpus:
         return "no GPU"
@@ -357,39 +356,25 @@ def _copies(facts: MachineFacts, findings: Findings) -> str:
     return "\n".join(lines)
 
 
-@_check("GPUs", "CPU affinity", "copies cross the link between sockets")
+@_of_gpus("CPU affinity", "copies cross the link between sockets")
 def _affinity(facts: MachineFacts, findings: Findings) -> str:
     rank = facts.environment.get("LOCAL_RANK", "")
     is_rank = rank.isdigit() and int(rank) < len(facts.gpus)
-    cpus = format_numbers(facts.cpus)
     for gpu in [facts.gpus[int(rank)]] if is_rank else facts.gpus:
         if gpu.node is not None and not facts.cpus_of_node[gpu.node] & facts.cpus:
             findings.warning(
                 "bound-to-another-node",
                 f"GPU {gpu.number} is on NUMA node {gpu.node}, but this process may run only on "
-                f"CPUs {cpus} of other nodes: copies cross the link between the sockets",
+                "CPUs of other nodes: copies cross the link between the sockets",
                 "start the training with torchrun --numa-binding=node, or the rank with numactl "
                 f"--cpunodebind={gpu.node} --membind={gpu.node}",
             )
-    machine = frozenset().union(*facts.cpus_of_node.values())
-    return f"{'all' if machine <= facts.cpus else 'bound to'} CPUs {cpus}"
+    number, of_machine = len(facts.cpus), len(frozenset().union(*facts.cpus_of_node.values()))
+    return f"all {number} CPUs" if number >= of_machine else f"{number} of {of_machine} CPUs"
 
 
-def format_numbers(numbers: Iterable[int]) -> str:
-    """Format numbers as the kernel lists them, such as '0-3,8'."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-@_check(
-    "GPUs",
-    "Affinity tools",
-    "megatron-core's training loop raises an error if activations are offloaded",
+@_of_gpus(
+    "Affinity tools", "megatron-core's training loop raises an error if activations are offloaded"
 )
 def _tools(facts: MachineFacts, findings: Findings) -> str:
     if facts.process.affinity_tools:
@@ -427,7 +412,7 @@ def ranks_per_host(facts: MachineFacts) -> tuple[int, str]:
     return 1, "--ranks-per-host N changes it"
 
 
-@_check("Host memory", "Ranks per host", "ranks pin more than the host has, and the job is killed")
+@_of_memory("Ranks per host", "ranks pin more than the host has, and the job is killed")
 def _ranks(facts: MachineFacts, findings: Findings) -> str:
     for name in LAUNCHERS:
         number = facts.environment.get(name, "1")
@@ -441,7 +426,7 @@ def _ranks(facts: MachineFacts, findings: Findings) -> str:
     return "{} ({})".format(*ranks_per_host(facts))
 
 
-@_check("Host memory", "May be pinned", "activations stay on the GPU, or the job is killed")
+@_of_memory("May be pinned", "activations stay on the GPU, or the job is killed")
 def _share(facts: MachineFacts, findings: Findings) -> str:
     available, (ranks, _) = facts.process.available_memory_bytes, ranks_per_host(facts)
     if available is None:
@@ -470,11 +455,7 @@ def _share(facts: MachineFacts, findings: Findings) -> str:
 # The training
 
 
-@_check(
-    "Training command",
-    "Flags",
-    "training stops at the first wrong flag; the doctor finds all at once",
-)
+@_of_command("Flags", "training stops at the first wrong flag; the doctor finds all at once")
 def _flags(facts: MachineFacts, findings: Findings) -> str:
     command = facts.command
     if command is None and facts.words.flags:
