@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from model_case import DENSE_MODULES, MLP_MODULES, MOE_MODULES, OWN_MODULES
 
@@ -56,39 +57,24 @@ _MLA = _variants(
     ("core_attn", "core_attn attn_proj", "expert_fc1", "expert_fc1 moe_act", " ".join(MOE_MODULES)),
 )
 
+_budgets = partial(Case, num_micro_batches=1, comparison="budgets")
 BUDGET_CASES: tuple[Case, ...] = (
-    Case(
+    _budgets(
         "budgets_dense",
         "the dense case with budgets for activations, and with settings by hand",
         DENSE,
         _DENSE,
-        num_micro_batches=1,
-        comparison="budgets",
     ),
-    Case(
-        "budgets_long",
-        "the same with sequence 32768",
-        replace(DENSE, seq_length=32768),
-        _DENSE,
-        num_micro_batches=1,
-        comparison="budgets",
+    _budgets(
+        "budgets_long", "the same with sequence 32768", replace(DENSE, seq_length=32768), _DENSE
     ),
-    Case(
-        "budgets_mla_moe",
-        "the mla_moe case, likewise",
-        MLA_MOE,
-        _MLA,
-        num_micro_batches=1,
-        comparison="budgets",
-    ),
-    Case(
+    _budgets("budgets_mla_moe", "the mla_moe case, likewise", MLA_MOE, _MLA),
+    _budgets(
         "budgets_smoke",
         "three tiny layers, likewise, for trying it without a GPU",
         SMOKE,
         _variants(_ALL_DENSE, ("mlp",), ("core_attn attn_proj",)),
-        num_micro_batches=1,
         offload={"min_offloaded_tensor_size": 1},
         needs_gpu=False,
-        comparison="budgets",
     ),
 )

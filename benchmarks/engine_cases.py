@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
@@ -112,6 +113,9 @@ SMALL = replace(
 )
 SMOKE = ModelCase(num_layers=3)
 
+_pipeline = partial(Case, num_micro_batches=8)
+_smoke = partial(Case, offload={"min_offloaded_tensor_size": 1}, needs_gpu=False)
+
 # If Transformer Engine fuses a norm into the next linear layer (attn_norm, and mlp_norm of a dense
 # layer), the module alone has nothing to move, so it is measured only among all modules.
 ENGINE_CASES: tuple[Case, ...] = (
@@ -175,26 +179,23 @@ ENGINE_CASES: tuple[Case, ...] = (
         MLA_MOE,
         _each("core_attn, core_attn attn_proj", HOST),
     ),
-    Case(
+    _pipeline(
         "pp2",
         "16 dense layers of hidden 4096 on two pipeline stages, sequence 4096, 8 micro-batches",
         _PIPELINE,
         _PIPELINE_VARIANTS,
-        num_micro_batches=8,
     ),
-    Case(
+    _pipeline(
         "pp2_vpp2",
         "the same with two model chunks a stage, interleaved",
         replace(_PIPELINE, vpp=2),
         _PIPELINE_VARIANTS,
-        num_micro_batches=8,
     ),
-    Case(
+    _pipeline(
         "moe_pp2",
         "16 layers of the moe case on two pipeline stages, 8 micro-batches",
         replace(MOE, num_layers=16, pp=2),
         _EXPERT_PIPELINE_VARIANTS,
-        num_micro_batches=8,
     ),
     Case(
         "moe_ep2",
@@ -202,13 +203,12 @@ ENGINE_CASES: tuple[Case, ...] = (
         replace(MOE, dp=2, ep=2),
         _EXPERT_PIPELINE_VARIANTS,
     ),
-    Case(
+    _pipeline(
         "moe_ep4_pp2_vpp2",
         "16 layers of the moe case, sequence 6144, micro-batch 2, 8 micro-batches, on eight GPUs: "
         "DP 4, EP 4, PP 2 (ranks 0 to 3 are the first stage), two model chunks a stage",
         replace(_EXPERT_PIPELINE, dp=4, ep=4),
         _EXPERT_PIPELINE_VARIANTS,
-        num_micro_batches=8,
     ),
     Case(
         "moe_ep4_pp2_vpp2_short",
@@ -219,19 +219,17 @@ ENGINE_CASES: tuple[Case, ...] = (
         num_micro_batches=8,
         offload={"min_offloaded_tensor_size": 2**20 // 48},
     ),
-    Case(
+    _pipeline(
         "moe_ep2_pp2_vpp2",
         "moe_ep4_pp2_vpp2 on four GPUs: DP 2, EP 2, PP 2 (ranks 0 and 1 are the first stage)",
         replace(_EXPERT_PIPELINE, dp=2, ep=2),
         _EXPERT_PIPELINE_VARIANTS,
-        num_micro_batches=8,
     ),
-    Case(
+    _pipeline(
         "moe_ep4",
         "its ranks of one stage on four GPUs: 8 layers, DP 4, EP 4, no pipeline",
         replace(_EXPERT_PIPELINE, num_layers=8, pp=1, vpp=None, dp=4, ep=4),
         _EXPERT_PIPELINE_VARIANTS,
-        num_micro_batches=8,
     ),
     Case(
         "small",
@@ -241,7 +239,7 @@ ENGINE_CASES: tuple[Case, ...] = (
         _variants(DENSE_MODULES, "core_attn attn_proj"),
         num_micro_batches=4,
     ),
-    Case(
+    _smoke(
         "smoke",
         "three tiny layers, for trying the suite without a GPU; its times mean nothing",
         SMOKE,
@@ -249,25 +247,19 @@ ENGINE_CASES: tuple[Case, ...] = (
             Variant(("core_attn", "attn_proj")),
             Variant(DENSE_MODULES, {"lag2": {"offload_release_lag": 2}}),
         ),
-        offload={"min_offloaded_tensor_size": 1},
-        needs_gpu=False,
     ),
-    Case(
+    _smoke(
         "smoke_pp2",
         "the same on two pipeline stages, each a process",
         replace(SMOKE, num_layers=6, pp=2),
         (Variant(("core_attn", "attn_proj")),),
         num_micro_batches=4,
-        offload={"min_offloaded_tensor_size": 1},
-        needs_gpu=False,
     ),
-    Case(
+    _smoke(
         "smoke_ep2_pp2_vpp2",
         "four tiny expert layers in the layout of moe_ep2_pp2_vpp2, on four processes",
         replace(SMOKE, kind="moe", num_layers=4, pp=2, vpp=2, dp=2, ep=2),
         _EXPERT_PIPELINE_VARIANTS,
         num_micro_batches=4,
-        offload={"min_offloaded_tensor_size": 1},
-        needs_gpu=False,
     ),
 )

@@ -36,13 +36,7 @@ from benchmarks.cases import find_case
 from benchmarks.engines import SIZE_LIMIT, offload_config, own_module_names
 from benchmarks.figures import spread_of
 from benchmarks.fit_ways import OURS, Setup
-from benchmarks.measure import (
-    Step,
-    backend_of,
-    maximum_of_ranks,
-    release_host_memory,
-    timed_step,
-)
+from benchmarks.measure import Step, backend_of, maximum_of_ranks, release_host_memory, timed_step
 from benchmarks.variant import describe, report_fields
 from benchmarks.worker import machine_facts
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend

@@ -78,11 +78,7 @@ GRAPH_CASES: tuple[Case, ...] = (
             kind="moe",
             num_layers=8,
             is_packed=True,
-            overrides={
-                "num_moe_experts": 8,
-                "moe_permute_fusion": True,
-                "apply_rope_fusion": True,
-            },
+            overrides={"num_moe_experts": 8, "moe_permute_fusion": True, "apply_rope_fusion": True},
         ),
         num_micro_batches=4,
         captured=("attn", "moe_router", "moe_preprocess"),

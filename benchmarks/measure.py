@@ -128,11 +128,7 @@ class HeldMemory(NamedTuple):
     def fields_since(self, before: HeldMemory) -> dict[str, int]:
         """Return the fields of a summary row: the increase since ``before``."""
         pools, tensors, outside = (a - b for a, b in zip(self, before, strict=True))
-        return {
-            "held_bytes": pools + tensors,
-            "graph_pool_bytes": pools,
-            "outside_bytes": outside,
-        }
+        return {"held_bytes": pools + tensors, "graph_pool_bytes": pools, "outside_bytes": outside}
 
 
 @dataclass(frozen=True)
