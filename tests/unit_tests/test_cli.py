@@ -62,31 +62,43 @@ def test_report_puts_the_ranks_of_several_files_in_order(
     assert [row[0] for row in rows if row[1:2] == ["core_attn"]] == ["0", "1"]
 
 
-def test_a_missing_file_says_how_to_write_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "none.json"
-    assert show("report", path) == 2
-    shown = capsys.readouterr()
-    assert shown.err == (
-        f"error: {path} does not exist; train with --offload-report-path {path} to write it\n"
-    )
-    assert shown.out == ""
+FILES = {
+    "report": ("--offload-report-path", "report"),
+    "plan": ("--offload-trace-path", "trace"),
+}
+"""The option that writes what a command shows, and what that is."""
 
 
+@pytest.mark.parametrize("command", FILES)
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"not json", b'{"ranks": 3}', b'{"ranks": [{"modules": null}]}', b"\xff\xfe\x00"],
-    ids=["empty", "text", "other-json", "no-modules", "binary"],
+    "content, error",
+    [
+        (None, "{path} does not exist; train with {option} {path} to write it\n"),
+        ("folder", "{what} {path} is a folder; give a file that {option} wrote\n"),
+        (b"", "{path} is not a whole slipstream-{what}: "),
+        (b"{", "{path} is not a whole slipstream-{what}: "),
+        (b"not json", "{path} is not a whole slipstream-{what}: "),
+        (b'{"ranks": 3}', "{path} is not a whole slipstream-{what}: "),
+        (b'{"ranks": [{"modules": null}]}', "{path} is not a whole slipstream-{what}: "),
+        (b"\xff\xfe\x00", "{path} is not a whole slipstream-{what}: "),
+    ],
 )
-def test_a_corrupt_file_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+def test_a_file_that_cannot_be_shown_is_named(
+    command: str,
+    content: bytes | str | None,
+    error: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "run.json"
-    path.write_bytes(content)
-    assert show("report", path) == 2
+    if content == "folder":
+        path.mkdir()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    assert show(command, path) == 2
     shown = capsys.readouterr()
-    assert shown.err.startswith(f"error: {path} is not a whole slipstream-report: ")
+    option, what = FILES[command]
+    assert shown.err.startswith("error: " + error.format(path=path, option=option, what=what))
     assert shown.err.count("\n") == 1
     assert shown.out == ""
 
@@ -99,31 +111,39 @@ def test_a_bad_file_among_good_ones_shows_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_a_folder_is_not_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert show("report", tmp_path) == 2
-    cure = "give a file that --offload-report-path wrote"
-    assert capsys.readouterr().err == f"error: report {tmp_path} is a folder; {cure}\n"
-
-
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
-    assert stopped.value.code == 0
-    shown = capsys.readouterr().out
-    assert "report" in shown
-    assert "show the bytes that a training run moved" in shown
-    assert "plan a recorded iteration" in shown
-
-
-def test_help_of_report_tells_how_a_run_writes_the_file(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    "command, texts",
+    [
+        ([], ["show the bytes that a training run moved", "plan a recorded iteration"]),
+        (["report"], ["--offload-report-path FILE", "per rank and module"]),
+        (
+            ["plan"],
+            [
+                "slipstream plan --hf-config config.json --longest-sequence --gpu h100",
+                "slipstream plan trace.json --target-memory 60 --timeline plan.html",
+            ],
+        ),
+        (
+            ["doctor"],
+            [
+                "slipstream doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py",
+                "Exit status: 0 without errors, 1 with errors, 2 for invalid options",
+                "--json FILE",
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_help_teaches_by_examples(
+    command: list[str], texts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["report", "--help"])
+        main([*command, "--help"])
     assert stopped.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "--offload-report-path FILE" in shown
-    assert "per rank and module" in shown
+    shown = capsys.readouterr().out
+    assert [text for text in texts if text not in " ".join(shown.split())] == []
+    if command == ["plan"]:
+        assert len(re.findall(r"^    slipstream plan ", shown, re.MULTILINE)) == 2
 
 
 @pytest.mark.parametrize(
@@ -278,21 +298,6 @@ def test_plan_refuses_what_makes_no_sense(
     assert shown.out == ""
 
 
-def test_plan_names_a_missing_and_a_corrupt_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "trace.json"
-    assert show("plan", path) == 2
-    error = f"{path} does not exist; train with --offload-trace-path {path} to write it"
-    assert capsys.readouterr().err == f"error: {error}\n"
-    path.write_text("{")
-    assert show("plan", path) == 2
-    assert capsys.readouterr().err.startswith(f"error: {path} is not a whole slipstream-trace")
-    assert show("plan", tmp_path) == 2
-    cure = "give a file that --offload-trace-path wrote"
-    assert capsys.readouterr().err == f"error: trace {tmp_path} is a folder; {cure}\n"
-
-
 def test_a_write_that_fails_in_the_end_names_its_option(
     trace_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -307,16 +312,6 @@ def test_a_write_that_fails_in_the_end_names_its_option(
             f"error: {option}={path} cannot be written: no space left on device; free space there, "
             "or name a file on another disk\n"
         )
-
-
-def test_help_of_plan_teaches_by_two_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", "--help"])
-    assert stopped.value.code == 0
-    shown = capsys.readouterr().out
-    assert "slipstream plan --hf-config config.json --longest-sequence --gpu h100" in shown
-    assert "slipstream plan trace.json --target-memory 60 --timeline plan.html" in shown
-    assert len(re.findall(r"^    slipstream plan ", shown, re.MULTILINE)) == 2
 
 
 def run_without_torch(*arguments: object) -> None:

@@ -222,13 +222,3 @@ def test_without_torch_it_looks_at_what_it_can_and_says_what_it_cannot() -> None
     assert unseen >= {"Run-time patches", "Flags"}
     assert checks["May be pinned"]["severity"] == checks["CPU affinity"]["severity"] == "ok"
     assert "Traceback" not in result.stderr
-
-
-def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["doctor", "--help"])
-    assert stopped.value.code == 0
-    shown = capsys.readouterr().out
-    assert "slipstream doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py" in shown
-    assert "Exit status: 0 without errors, 1 with errors, 2 for invalid options" in shown
-    assert "--json FILE" in shown
