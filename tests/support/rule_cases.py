@@ -90,6 +90,11 @@ def off(option: str, value: Any = True, **beside: Any) -> Case:
     return Case({option: value, **beside}, [{option: None}])
 
 
+def offs(options: str, **beside: Any) -> list[Case]:
+    """Options to leave out, each by itself."""
+    return [off(option, **beside) for option in options.split()]
+
+
 def either(option: str, value: Any, **cures: Any) -> Case:
     """An option to set to one of these values, under any name."""
     return Case({option: value}, [{option: cure} for cure in cures.values()])
@@ -169,9 +174,7 @@ OF_CHUNK_GRAPHS = [
         {"num_experts": 8, **RANK_CAPACITY},
         [{"moe_expert_rank_capacity_factor": None, **EXPERTS}],
     ),
-    off("moe_paged_stash"),
-    off("overlap_moe_expert_parallel_comm"),
-    off("delay_wgrad_compute"),
+    *offs("moe_paged_stash overlap_moe_expert_parallel_comm delay_wgrad_compute"),
     Case(
         {"fine_grained_activation_offloading": True, "offload_engine": "megatron"},
         [{"offload_engine": "slipstream"}],
@@ -181,9 +184,7 @@ OF_CHUNK_GRAPHS = [
         {"fp8": "hybrid", "fp8_recipe": "delayed"},
         [{"fp8_recipe": recipe} for recipe in ("tensorwise", "blockwise", "mxfp8")],
     ),
-    off("fp8_dot_product_attention", **FP8),
-    off("fp8_multi_head_attention", **FP8),
-    off("fp8_param_gather", **FP8),
+    *offs("fp8_dot_product_attention fp8_multi_head_attention fp8_param_gather", **FP8),
     Case({"quant_recipe": object()}, [{"quant_recipe": None, **FP8}]),
     Case({"fp4": "e2m1"}, [{"fp4": None}, {"fp4": None, **FP8}]),
     off("use_transformer_engine_op_fuser"),
@@ -250,8 +251,7 @@ OF_PACKING = [
     either("micro_batch_size", 2, a=1),
     Case({"thd_max_tokens": 64}, [{"seq_length": 64}, {"thd_max_tokens": None}]),
     Case({"context_parallel_size": 2}, [{"calculate_per_token_loss": True}]),
-    off("reset_position_ids"),
-    off("reset_attention_mask"),
+    *offs("reset_position_ids reset_attention_mask"),
     Case(
         {"dataloader_inter_document_masking": True},
         [{"dataloader_inter_document_masking": None}, {"sequence_packing": None}],
@@ -261,8 +261,7 @@ OF_PACKING = [
         {"hybrid_context_parallel": True},
         [{"hybrid_context_parallel": None}, {"sequence_packing": None}],
     ),
-    off("dataloader_fast_cache_load"),
-    off("dataloader_defer_npy_index_mmap"),
+    *offs("dataloader_fast_cache_load dataloader_defer_npy_index_mmap"),
     either("dataloader_type", "external", a="single"),
     Case(
         {**SHUFFLED, "sequence_packing": "balanced"},
@@ -291,8 +290,7 @@ OF_PACKING = [
     ),
     off("fp8", "hybrid", **TE_GRAPHS),
     off("fp4", "e2m1", **TE_GRAPHS),
-    off("overlap_moe_expert_parallel_comm", **TE_GRAPHS),
-    off("delay_wgrad_compute", **TE_GRAPHS),
+    *offs("overlap_moe_expert_parallel_comm delay_wgrad_compute", **TE_GRAPHS),
     Case({**TE_GRAPHS, "offload_engine": "megatron"}, [{"offload_engine": "slipstream"}]),
     either("position_embedding_type", "mrope", a="rope"),
     Case(
@@ -335,9 +333,7 @@ OF_DYNAMIC_SIZES = [
     off("mtp_num_layers", 1),
     either("hybrid_layer_pattern", "*-/*-", a="*-"),
     NO_LOCAL_GRAPHS,
-    off("use_megatron_fsdp"),
-    off("fp8_dot_product_attention"),
-    off("fp8_multi_head_attention"),
+    *offs("use_megatron_fsdp fp8_dot_product_attention fp8_multi_head_attention"),
 ]
 TWO_RANKS = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
 OF_EXPERTS = [
@@ -369,12 +365,10 @@ OF_EXPERTS = [
     either("hidden_size", 68, a=72),
     either("moe_ffn_hidden_size", 100, a=104),
     either("moe_latent_size", 12, a=16),
-    off("delay_wgrad_compute"),
-    off("overlap_dispatch_backward_with_experts_wgrad"),
-    off("use_transformer_engine_op_fuser"),
-    off("moe_paged_stash"),
-    off("use_megatron_fsdp"),
-    off("use_torch_fsdp2"),
+    *offs(
+        "delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad "
+        "use_transformer_engine_op_fuser moe_paged_stash use_megatron_fsdp use_torch_fsdp2"
+    ),
     either("cuda_graph_impl", "transformer_engine", a="none"),
     Case({"bf16": False}, [{"bf16": True}]),
     Case({"capability": (8, 0)}, [{"moe_sync_free_experts": False}]),
@@ -384,20 +378,15 @@ OF_TILES = [
     either("mlp_sequence_tiles", True, a=1, b=2, c="auto"),
     off("overlap_moe_expert_parallel_comm"),
     either("gtp_weight_remat_size", 2, a=1),
-    off("use_megatron_fsdp"),
-    off("use_torch_fsdp2"),
+    *offs("use_megatron_fsdp use_torch_fsdp2"),
     either("cuda_graph_impl", "full_iteration", a="none"),
     Case({"mtp_num_layers": 1}, [{"loss_sequence_tiles": 1}]),
-    off("defer_embedding_wgrad_compute"),
-    off("use_mup"),
-    off("fp8_output_proj"),
+    *offs("defer_embedding_wgrad_compute use_mup fp8_output_proj"),
     off("fp8", "hybrid"),
     off("fp4", "e2m1"),
-    off("delay_wgrad_compute"),
-    off("overlap_dispatch_backward_with_experts_wgrad"),
+    *offs("delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad"),
     either("mlp_chunks_for_training", 2, a=1),
-    off("tp_comm_overlap"),
-    off("moe_paged_stash"),
+    *offs("tp_comm_overlap moe_paged_stash"),
     Case(
         {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
         [{"recompute_modules": ["layernorm"]}],
