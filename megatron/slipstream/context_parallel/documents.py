@@ -75,14 +75,7 @@ class GroupPlan(PackingPlan):
 def group_plan(
     ranks: RankLimits, cost_model: CostModel, num_micro_batches: int, seed: int
 ) -> GroupPlan:
-    """Return a plan for global batches of ``num_micro_batches`` micro-batches.
-
-    Args:
-        ranks: The ranks that share micro-batches.
-        cost_model: The cost by which groups are balanced.
-        num_micro_batches: Number of micro-batches of each rank in one iteration.
-        seed: Seed of the shuffles.
-    """
+    """Return a plan for global batches of ``num_micro_batches`` micro-batches."""
     return GroupPlan(
         limits=ranks.of(ranks.largest),
         packing="balanced",

@@ -157,9 +157,6 @@ class CostModel:
 def rank_limits(args: Any) -> RankLimits:
     """Return the ranks that share micro-batches, and the limits of each rank's buffer.
 
-    Args:
-        args: Validated arguments, megatron's and ours.
-
     Raises:
         ValueError: See :class:`~megatron.slipstream.context_parallel.limits.RankLimits`.
     """
@@ -174,11 +171,7 @@ def rank_limits(args: Any) -> RankLimits:
 
 
 def cost_model(args: Any) -> CostModel:
-    """Return the cost model of the model's layers.
-
-    Args:
-        args: Validated arguments, which give the sizes of a layer.
-    """
+    """Return the cost model of the model's layers."""
     hidden = args.hidden_size
     heads = args.num_attention_heads
     if getattr(args, "multi_latent_attention", False):

@@ -276,13 +276,7 @@ def _dealt(
 
 
 def _placed(groups: Iterable[OpenGroup], cost: Cost, totals: list[int]) -> MicroBatch:
-    """Assign groups to ranks, larger groups first, each to the ranks with the least work so far.
-
-    Args:
-        groups: The groups of one micro-batch; their sizes add up to the number of ranks.
-        cost: The cost of a micro-batch.
-        totals: The work of each rank so far; this micro-batch's is added.
-    """
+    """Assign groups to ranks, larger groups first, each to the ranks with the least work so far."""
     placed: dict[int, Group] = {}
     # First ranks of runs of free ranks, each as long as the largest remaining group.
     free, length = [0], len(totals)

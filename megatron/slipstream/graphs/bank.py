@@ -73,21 +73,12 @@ class CpSizes:
         """Raise ``error``, or ``RuntimeError`` if another rank failed; a collective of all ranks.
 
         With one size no rank waits for others, and one that fails ends the training.
-
-        Args:
-            size: The size that was run or captured.
-            error: Why it failed; None if it succeeded.
         """
         if error is not None:
             raise error
 
     def together(self, size: int, step: Callable[[], None]) -> None:
-        """Run a step; raise on every rank if it fails on one: [Note: All ranks capture together].
-
-        Args:
-            size: The size that is run or captured.
-            step: The step.
-        """
+        """Run a step; raise on all ranks if it fails on one: [Note: All ranks capture together]."""
         error: Optional[Exception] = None
         try:
             step()
@@ -251,11 +242,6 @@ def _copy_of_call(
     chunk: Chunk, hidden: torch.Tensor, arguments: Mapping[str, Any]
 ) -> tuple[torch.Tensor, StaticArguments]:
     """Copy a call's arguments except constants: hidden states and the others.
-
-    Args:
-        chunk: The chunk.
-        hidden: See :meth:`ChunkGraphs.__call__`.
-        arguments: See there.
 
     Raises:
         ValueError: One of the arguments gets a gradient.

@@ -77,10 +77,6 @@ class Chunk:
 class CaptureParameters:
     """The parameters of a model chunk during a capture.
 
-    Args:
-        name: The chunk's name, for messages.
-        module: Holds the parameters.
-
     Raises:
         ValueError: A parameter has no ``main_grad``.
     """

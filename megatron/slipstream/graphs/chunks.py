@@ -77,13 +77,7 @@ class _Prepared(NamedTuple):
 
 
 class SizeGraphs:
-    """The graphs of one model chunk for micro-batches of one context-parallel size.
-
-    Args:
-        chunk: The chunk.
-        num_slots: Maximum number of micro-batches in flight in its schedule.
-        backend: Captures the graphs.
-    """
+    """The graphs of one model chunk for micro-batches of one context-parallel size."""
 
     def __init__(self, chunk: Chunk, num_slots: int, backend: GraphBackend) -> None:
         self.chunk = chunk

@@ -117,10 +117,6 @@ class ChunkOffloading:
     def planning(self, run: Callable[[], None], times_replays: bool) -> Iterator[PlannedPass]:
         """Record and plan a pass by running it. Its plan is final at the end of the context.
 
-        Args:
-            run: A forward and backward pass of the chunk.
-            times_replays: Whether replays can be timed, to replan from them.
-
         Yields:
             The planned pass.
         """
@@ -148,12 +144,7 @@ class ChunkOffloading:
             engine.close()
 
     def make_slot(self, memory: SlotMemory, is_eager: bool = False) -> SlotOffloading:
-        """Return contexts for the capture of one slot, as planned.
-
-        Args:
-            memory: The slot's memory.
-            is_eager: Whether a replay enters the contexts once more.
-        """
+        """Return contexts for the capture of a slot, which replays enter again if ``is_eager``."""
         slot = self._slot(self._plan, memory, num_verified=self._num_verified if is_eager else 0)
         self._slots.append(slot)
         self.host_bytes += slot.added_host_bytes

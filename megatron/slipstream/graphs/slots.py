@@ -93,12 +93,7 @@ def _as_words(tensor: torch.Tensor) -> Any:
 
 
 class SlotMemory:
-    """Memory for one micro-batch in flight.
-
-    Args:
-        pool: Device memory of the graphs.
-        tail: Tail of the forward graphs.
-    """
+    """Memory for one micro-batch in flight."""
 
     def __init__(self, pool: Any, tail: Tail) -> None:
         self.pool = pool
@@ -125,13 +120,7 @@ class SlotMemory:
             self.host_pool = None
 
     def static(self, name: str, like: torch.Tensor, is_constant: bool = False) -> Static:
-        """Return the static input of that name; graphs with equal inputs share it.
-
-        Args:
-            name: Name of the argument.
-            like: See :class:`Static`.
-            is_constant: See there.
-        """
+        """Return the static input of that name; graphs with equal inputs share it."""
         key = (name, TensorFacts.of(like))
         if key not in self._statics:
             self._statics[key] = Static(like, is_constant)

@@ -65,11 +65,7 @@ class StaticArguments:
 
     @classmethod
     def flatten(cls, arguments: Mapping[str, Any]) -> StaticArguments:
-        """Extract tensors, including those in tuples, lists, dictionaries and data classes.
-
-        Args:
-            arguments: The arguments by name.
-        """
+        """Extract tensors, including those in tuples, lists, dictionaries and data classes."""
         tensors: list[torch.Tensor] = []
         places: dict[int, _TensorIndex] = {}
 
@@ -84,20 +80,13 @@ class StaticArguments:
         return cls(tuple(tensors), rest)
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """Return the arguments with other tensors in place of the call's own.
-
-        Args:
-            tensors: As many tensors as :attr:`tensors`.
-        """
+        """Return the arguments with other tensors in place of the call's own."""
         return {name: _with_tensors(value, tensors) for name, value in self.rest.items()}
 
     def tensors_of(self, arguments: Mapping[str, Any]) -> Optional[Sequence[torch.Tensor]]:
         """Return the tensors of a later call, like :attr:`tensors`; None if graphs cannot run it.
 
         Runs for every micro-batch, so it takes nothing apart that it need not compare.
-
-        Args:
-            arguments: The call's arguments by name.
         """
         found: list[torch.Tensor] = []
         if not _match_inside(dict, self.rest, arguments, found):
@@ -111,11 +100,7 @@ class StaticArguments:
         return list(map(_tensor_facts, self.tensors))
 
     def differences(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Return a later call's differences in values that a graph bakes in; empty if none.
-
-        Args:
-            arguments: The call's arguments by name.
-        """
+        """Return a later call's differences in values that a graph bakes in; empty if none."""
         call = StaticArguments.flatten(arguments)
         found = []
         for name in {**self.rest, **call.rest}:

@@ -251,14 +251,7 @@ class PackIndex:
 
 
 class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Packed samples of a corpus by sample number.
-
-    Args:
-        corpus: The tokens.
-        index: The pieces of each sample.
-        limits: Limits of each sample.
-        masked_token: See :func:`~megatron.slipstream.packed_sequences.batch.packed_sample`.
-    """
+    """Packed samples of a corpus by sample number."""
 
     def __init__(
         self, corpus: Corpus, index: Any, limits: Any, masked_token: Optional[int] = None

@@ -87,11 +87,6 @@ def split(document: int, length: int, max_tokens: int) -> list[Piece]:
     """Cut a document into pieces that fill a pack, and a last one with the rest.
 
     Equal pieces of more than half a pack would leave the other half empty.
-
-    Args:
-        document: Index of the document.
-        length: Number of its tokens that the model reads; 0 gives no piece.
-        max_tokens: Maximum length of a piece.
     """
     return [
         Piece(document, offset, min(max_tokens, length - offset))
@@ -322,10 +317,6 @@ _TOKENS_PER_SEQUENCE = 64
 
 def pack_limits(args: Any) -> PackLimits:
     """Return the limits of a micro-batch, over all context-parallel ranks together.
-
-    Args:
-        args: Arguments with ``seq_length``, ``context_parallel_size`` and
-            ``thd_max_packed_sequences``.
 
     Raises:
         ValueError: There is no ``seq_length``, or see

@@ -26,13 +26,7 @@ _OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_
 
 
 class DynamicSizes(CpSizes):
-    """The sizes of dynamic context parallelism.
-
-    Args:
-        model: The unwrapped model chunk.
-        limits: Limits of the ranks.
-        groups: This rank's groups of at least these sizes, with connections open.
-    """
+    """The sizes of dynamic context parallelism."""
 
     def __init__(
         self, model: torch.nn.Module, limits: RankLimits, groups: ContextParallelGroups

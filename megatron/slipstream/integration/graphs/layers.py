@@ -235,13 +235,9 @@ def with_graph_offloading(spec: Any) -> Any:
 def offload_in_graphs(
     chunk: torch.nn.Module, find_engine: Callable[[], model_router.RoutedManager]
 ) -> list[Callable[[], None]]:
-    """Make the layers of a model chunk offload inside their graphs, whichever framework built them.
+    """Make the layers of a model chunk that is not captured yet offload inside their graphs.
 
-    Each layer gets a class derived from its own.
-
-    Args:
-        chunk: A model chunk, not yet captured.
-        find_engine: Returns the engine of its model.
+    Each layer gets a class derived from its own, whichever framework built it.
 
     Returns:
         Functions that undo the change.

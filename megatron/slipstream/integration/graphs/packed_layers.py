@@ -71,12 +71,7 @@ NUM_WARMUPS = 3
 
 
 class PackedLayers:
-    """The layers of a model chunk that support packed sequences in their graphs.
-
-    Args:
-        model: The chunk, without wrappers.
-        sizes: The context-parallel sizes of micro-batches.
-    """
+    """The layers of a model chunk that support packed sequences in their graphs."""
 
     def __init__(self, model: torch.nn.Module, sizes: CpSizes) -> None:
         self.model: Any = model
@@ -138,9 +133,6 @@ class PackedLayers:
     def capture_with(helper: Any) -> None:
         """Capture the layers that have run with packed sequences.
 
-        Args:
-            helper: megatron-core's ``TECudaGraphHelper``.
-
         Raises:
             RuntimeError: The capture failed on another rank.
             ValueError: Transformer Engine is too old.
@@ -179,16 +171,10 @@ class PackedLayers:
         ]
 
     def capture_size(self, size: int, make_graphs: Callable[..., Any], engine: Any = None) -> None:
-        """Capture the graphs of all sets for one size.
-
-        Args:
-            size: The context-parallel size.
-            make_graphs: Transformer Engine's ``make_graphed_callables``.
-            engine: Offloads inside them; None if nothing moves.
-        """
+        """Capture the graphs of all sets for one size."""
         assert self._tables is not None
         self.size = size
-        self._calls[size] = self._calls_of(size)
+        self._calls[size] = {layer: self._call_of(layer, size) for layer in self._layers}
         of_layers: dict[torch.nn.Module, list[Any]] = {layer: [] for layer in self._layers}
         for number, memory in enumerate(self.sets):
             named = []
@@ -242,24 +228,13 @@ class PackedLayers:
             if _packed_of(layer) is self:
                 layer.packed = None
 
-    def _calls_of(self, size: int) -> dict[torch.nn.Module, StaticArguments]:
-        """Return the call of each layer in graphs for a size; equal calls are shared."""
-        made: list[tuple[StaticArguments, StaticArguments]] = []
-        calls = {}
-        for layer in self._layers:
-            learned = self._learned[layer]
-            call = next((call for other, call in made if _is_same(other, learned)), None)
-            if call is None:
-                call = StaticArguments.flatten(self._resized(learned, size))
-                made.append((learned, call))
-            calls[layer] = call
-        return calls
-
-    def _resized(self, learned: StaticArguments, size: int) -> Mapping[str, Any]:
-        arguments = learned.unflatten(learned.tensors)
-        if "packed_seq_params" not in arguments:
-            return arguments
-        return self.sizes.arguments_of(arguments, size)
+    def _call_of(self, layer: torch.nn.Module, size: int) -> StaticArguments:
+        """Return the arguments of a layer in graphs for a size."""
+        learned = self._learned[layer]
+        arguments: Mapping[str, Any] = learned.unflatten(learned.tensors)
+        if "packed_seq_params" in arguments:
+            arguments = self.sizes.arguments_of(arguments, size)
+        return StaticArguments.flatten(arguments)
 
     def _statics_of(self, layer: torch.nn.Module, memory: SlotMemory) -> dict[str, Static]:
         """Return the static inputs of a layer's graphs for the current size, by keyword."""
@@ -426,11 +401,6 @@ def _seen_by_graphs(layer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]
 def _keyword(name: str) -> str:
     """Return a static input's keyword, from the path of the tensor in the arguments."""
     return "".join(letter if letter.isalnum() else "_" for letter in name)
-
-
-def _is_same(left: StaticArguments, right: StaticArguments) -> bool:
-    """Whether two calls have the same tensors and the same other values."""
-    return left.rest == right.rest and list(map(id, left.tensors)) == list(map(id, right.tensors))
 
 
 def with_packed_layer_graphs(

@@ -37,12 +37,6 @@ def slots_per_chunk(
     """Return, for each chunk of a rank, the slots that suffice for any number of micro-batches.
 
     Ranks agree without communication: each can compute those of every other rank.
-
-    Args:
-        pp_size: See ``rank_schedule``.
-        pp_rank: See there.
-        vp_size: See there.
-        group_size: See there.
     """
     most = [0] * (vp_size or 1)
     for count in _decisive_counts(pp_size, vp_size, group_size or pp_size):
