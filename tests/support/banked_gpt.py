@@ -17,7 +17,6 @@ import torch
 from replayed_gpt import (
     LayersReplayed,
     Training,
-    expert_metrics,
     layers_and_eager,
     slots_of,
     start,
@@ -33,8 +32,41 @@ from shared_documents import (
 )
 from tiny_gpt import ModelCase, build_chunks, first_difference, use_gpu
 
+from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.integration import install
 from megatron.slipstream.options.fields import OffloadConfig
+
+TOKENS_PER_RANK = 32
+SHORT_LENGTHS = (100, 17, 61, 1, 29, 9, 32, 30, 20, 3)
+FOUR = RankLimits(4, TOKENS_PER_RANK, 4)
+TWO = RankLimits(2, TOKENS_PER_RANK, 4)
+SMALL: dict[str, Any] = {"num_layers": 1, "seq_length": 128, "micro_batch_size": 1}
+PER_TOKEN = {"calculate_per_token_loss": True}
+
+
+def dropless(capacity_factor: float) -> dict[str, Any]:
+    """Options of sync-free experts."""
+    return {"sync_free_experts": True, "sync_free_capacity_factor": capacity_factor}
+
+
+def on_four(case: ModelCase) -> Setting:
+    """One kind of micro-batch has groups of different sizes."""
+    return Setting(
+        case,
+        FOUR,
+        SHORT_LENGTHS,
+        {
+            1: [(1, [4]), (1, [6]), (1, [7]), (1, [])],
+            2: [(2, [2]), (1, [4]), (1, [6])],
+            4: [(4, [0, 1])],
+        },
+    )
+
+
+def on_two(case: ModelCase) -> Setting:
+    """Two ranks share documents."""
+    return Setting(case, TWO, SHORT_LENGTHS, {1: [(1, [4]), (1, [6])], 2: [(2, [2])]})
+
 
 Steps = Sequence[Sequence[int]]
 """The sizes of each iteration's micro-batches."""
@@ -288,6 +320,3 @@ def forget_rotary_tables(chunks: Sequence[torch.nn.Module]) -> None:
         # All bits set is NaN.
         for size in nbytes:
             _ = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for _ in range(8)]
-
-
-__all__ = ["Banked", "Setting", "compare_bank", "every_order", "expert_metrics", "random_sizes"]

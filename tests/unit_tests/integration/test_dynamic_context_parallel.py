@@ -10,22 +10,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 from shared_documents import (
-    Found,
-    Setting,
     Sizes,
     build,
-    change_from_static,
-    compare_sizes,
     difference,
     documents,
-    losses_of_stages,
     train,
     with_changing_groups,
     with_gathering_attention,
@@ -218,61 +212,6 @@ def test_dynamic_groups_train_as_the_static_group_and_leave_it_as_it_was() -> No
         for kind in ("dense", "mla"):
             assert found.pop(f"{kind}, group is back")
         assert max(found.values()) <= TOLERANCE, found
-
-
-# The same functions as on GPUs, in float32 and without Transformer Engine.
-SMALL = {
-    kind: Setting(
-        case=replace(case, overrides={"calculate_per_token_loss": True}),
-        limits=FOUR,
-        lengths=LENGTHS,
-        micro_batches={
-            1: [(1, [4]), (1, [6]), (1, [7]), (1, [9])],
-            2: [(2, [4, 6]), (2, [7, 9])],
-            4: [(4, [4, 6, 7, 9])],
-        },
-    )
-    for kind, case in (("dense", DENSE), ("mla", MLA))
-}
-
-
-@functools.cache
-def small() -> list[Found]:
-    return run_ranks(4, compare_sizes, SMALL["dense"])
-
-
-@pytest.mark.parametrize("kind", SMALL)
-def test_one_size_throughout_is_the_static_size_bit_by_bit(kind: str) -> None:
-    if kind == "dense":
-        found = [rank.change_from_static for rank in small()]
-    else:
-        found = run_ranks(4, change_from_static, SMALL[kind])
-    assert found == [{1: None, 2: None, 4: None}] * 4
-
-
-def test_what_ran_before_changes_no_bit() -> None:
-    for found in small():
-        assert len(found.change_by_order) == 12
-        assert set(found.change_by_order.values()) == {None}
-
-
-def test_sizes_differ_by_rounding_only() -> None:
-    for found in small():
-        for size in (2, 4):
-            assert 0 < max(found.difference_by_size[size]) <= TOLERANCE
-
-
-def test_stages_have_the_losses_of_one_stage() -> None:
-    sizes = (2, 1, 1, 2)
-    one = replace(
-        SMALL["dense"],
-        limits=TWO,
-        micro_batches={1: [(1, [4]), (1, [6])], 2: [(2, [4, 6])]},
-    )
-    one = replace(one, case=replace(one.case, num_layers=2))
-    two = replace(one, case=replace(one.case, pp=2))
-    expected = run_ranks(2, losses_of_stages, one, sizes)
-    assert run_ranks(4, losses_of_stages, two, sizes) == [[], [], *expected]
 
 
 # --- Transformer Engine's core attention ----------------------------------------------------------

@@ -7,155 +7,16 @@ Two or four processes; a replay runs the layers again, with their communication.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-from banked_gpt import Banked, SizedTraining, compare_bank, every_order, random_sizes
+from banked_gpt import PER_TOKEN, SMALL, TOKENS_PER_RANK, TWO, SizedTraining, every_order, on_two
 from ranks import run_ranks
-from replayed_gpt import DROP_AND_PAD
-from shared_documents import Setting, inputs_of, micro_batch_of, share_of
-from timed_backend import take_times_on_cpu
-from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, initialize
+from shared_documents import inputs_of, micro_batch_of, share_of
+from tiny_gpt import ModelCase, initialize
 
 from megatron.slipstream.context_parallel.limits import RankLimits
-from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED
-from megatron.slipstream.graphs.chunks import NUM_TIMED_CAPTURES
-
-TOKENS_PER_RANK = 32
-LENGTHS = (100, 17, 61, 1, 29, 9, 32, 30, 20, 3)
-FOUR = RankLimits(4, TOKENS_PER_RANK, 4)
-TWO = RankLimits(2, TOKENS_PER_RANK, 4)
-SMALL: dict[str, Any] = {"num_layers": 1, "seq_length": 128, "micro_batch_size": 1}
-PER_TOKEN = {"calculate_per_token_loss": True}
-DROPOUT = {**PER_TOKEN, "hidden_dropout": 0.1}
-RECOMPUTED = {
-    **PER_TOKEN,
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
-
-
-def dropless(capacity_factor: float) -> dict[str, Any]:
-    return {"sync_free_experts": True, "sync_free_capacity_factor": capacity_factor}
-
-
-def on_four(case: ModelCase) -> Setting:
-    """One kind of micro-batch has groups of different sizes."""
-    return Setting(
-        case,
-        FOUR,
-        LENGTHS,
-        {
-            1: [(1, [4]), (1, [6]), (1, [7]), (1, [])],
-            2: [(2, [2]), (1, [4]), (1, [6])],
-            4: [(4, [0, 1])],
-        },
-    )
-
-
-def on_two(case: ModelCase) -> Setting:
-    return Setting(case, TWO, LENGTHS, {1: [(1, [4]), (1, [6])], 2: [(2, [2])]})
-
-
-CASES: dict[str, tuple[int, Setting, tuple[Any, ...]]] = {
-    "dense": (4, on_four(ModelCase(**SMALL, overrides=DROPOUT)), ()),
-    "MLA, layers recomputed": (2, on_two(ModelCase("mla", **SMALL, overrides=RECOMPUTED)), ()),
-    "experts on both ranks, reduction overlapped": (
-        2,
-        on_two(ModelCase("moe", ep=2, **SMALL, overrides={**PER_TOKEN, **DROP_AND_PAD})),
-        ({"overlap_grad_reduce": True},),
-    ),
-    "dropless experts on both ranks": (
-        2,
-        on_two(ModelCase("moe", ep=2, **dropless(1.8), **SMALL, overrides=PER_TOKEN)),
-        (),
-    ),
-    # Padding is one token many times: up to half of the rows are for the same expert.
-    "dropless experts on ranks of all sizes": (
-        4,
-        on_four(ModelCase("moe", ep=4, **dropless(2.0), **SMALL, overrides=DROPOUT)),
-        (),
-    ),
-    "TP2": (4, on_two(ModelCase(tp=2, **SMALL, overrides=DROPOUT)), ()),
-    "PP2 VPP2": (
-        4,
-        on_two(ModelCase(pp=2, vpp=2, **{**SMALL, "num_layers": 4}, overrides=PER_TOKEN)),
-        (),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_sizes_in_every_order_train_as_without_graphs(name: str) -> None:
-    num_ranks, setting, more = CASES[name]
-    sizes = setting.limits.sizes
-    num_chunks = setting.case.vpp or 1
-    # All orders of three sizes with the cheapest model only.
-    steps = every_order(sizes, 7 if name == "dense" else 4)
-    ranks = run_ranks(num_ranks, compare_bank, setting, steps, *more)
-    for size in sizes:
-        replays = [found.num_replays[size] for found in ranks]
-        assert max(replays) >= num_chunks * (len(steps) - 1)
-    for found in ranks:
-        assert found.difference is None
-        assert found.num_other == 0
-        assert len(found.figures) == num_chunks * len(sizes)
-        assert found.num_poisoned > 0
-
-
-def test_any_number_of_micro_batches_of_any_sizes() -> None:
-    setting = on_two(ModelCase(pp=2, **{**SMALL, "num_layers": 2}, overrides=DROPOUT))
-    for found in run_ranks(4, compare_bank, setting, random_sizes((1, 2), 5, most=3)):
-        assert found.difference is None
-        assert found.num_other == 0
-
-
-@functools.cache
-def offloaded() -> list[Banked]:
-    case = ModelCase(pp=2, **{**SMALL, "num_layers": 4}, overrides=PER_TOKEN)
-    steps = every_order((1, 2), 3)
-    return run_ranks(4, compare_bank, on_two(case), steps, None, DENSE_MODULES, "cpu-lazy")
-
-
-def test_ranks_plan_from_the_times_of_their_own_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays of a size that are timed wait for one another, as passes do."""
-    take_times_on_cpu(monkeypatch)
-    layers = {**SMALL, "num_layers": 2}
-    case = ModelCase("moe", ep=2, **dropless(2.0), **layers, overrides=PER_TOKEN)
-    steps = every_order((1, 2), 2)
-    for found in run_ranks(2, compare_bank, on_two(case), steps, None, MOE_MODULES, "cpu"):
-        assert found.difference is None
-        assert found.num_other == 0
-        assert min(found.moved_bytes[size] for size in (1, 2)) > 0
-        assert found.num_timed == 2 * NUM_TIMED_CAPTURES * (1 + NUM_TIMED)
-
-
-def test_activations_move_inside_the_graphs_of_every_size() -> None:
-    for found in offloaded():
-        assert found.difference is None
-        assert found.num_other == 0
-        assert min(found.moved_bytes[size] for size in (1, 2)) > 0
-
-
-def test_activations_of_dropless_experts_move_inside_the_graphs_of_every_size() -> None:
-    options = {**SMALL, "num_layers": 2}  # the last layer stays
-    setting = on_two(ModelCase("moe", ep=2, **dropless(1.8), **options, overrides=PER_TOKEN))
-    steps = every_order((1, 2), 3)
-    modules = ("core_attn", "expert_fc1", "moe_act")
-    for found in run_ranks(2, compare_bank, setting, steps, None, modules, "cpu-lazy"):
-        assert found.difference is None
-        assert found.num_other == 0
-        assert min(found.moved_bytes[size] for size in (1, 2)) > 0
-
-
-def test_sizes_share_the_host_memory_of_a_place() -> None:
-    for found in offloaded():
-        assert found.host_bytes[2] > found.moved_bytes[2]
-        more = max(0, found.moved_bytes[1] - found.moved_bytes[2])
-        assert found.host_bytes[1] <= 4 * more
 
 
 def _after_eviction(rank: int, num_ranks: int, port: int) -> int:
