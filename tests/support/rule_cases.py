@@ -543,6 +543,10 @@ OF_MACHINE = [
         )
     ),
     Case({"transformer_impl": "transformer_engine"}, [{"transformer_impl": "local"}], ON_GPU),
+    Case(
+        {"hybrid_layer_pattern": "M*", "transformer_impl": "local"},
+        [{"hybrid_layer_pattern": "*-E"}],
+    ),
     Case({"eval_interval": None}, [{"eval_interval": 1}], {"skip_train": True}),
     Case(
         {"train_iters": 0},

@@ -1,9 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Checks of tokenised datasets before training starts."""
+"""Checks of tokenised datasets and of their tokenizer before training starts."""
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 from typing import Optional
@@ -113,3 +114,30 @@ def _index_problem(index: Path, tokens: Path) -> Optional[str]:
     if end != token_bytes:
         return f"{tokens} is {token_bytes} bytes long, its index says {end}"
     return None
+
+
+END_OF_DOCUMENT = "<|endoftext|>"
+"""Special token that ``tools/preprocess_text.py`` inserts between documents."""
+
+
+def read_tokenizer(path: Path) -> tuple[int, int]:
+    """Return the number of tokens and the end-of-document token's id from a tokenizer file.
+
+    Raises:
+        ValueError: The file does not exist or is not one of ours.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary: dict[str, int] = dict(content["model"]["vocab"])
+        vocabulary.update({token["content"]: token["id"] for token in content["added_tokens"]})
+        return max(vocabulary.values()) + 1, vocabulary[END_OF_DOCUMENT]
+    except OSError as error:
+        raise ValueError(
+            f"tokenizer_json={path} cannot be read ({error.strerror}); set it to the "
+            "<prefix>-tokenizer.json that tools/preprocess_text.py wrote"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"tokenizer_json={path} is not a tokenizer with a {END_OF_DOCUMENT} token; make it "
+            "again with tools/preprocess_text.py"
+        ) from error

@@ -163,6 +163,12 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "set --transformer-impl local",
         lambda f: f.transformer_impl != "transformer_engine",
     ),
+    Condition("with transformer_impl=local", lambda f: f.transformer_impl == "local")(
+        "hybrid_layer_pattern",
+        "other layers than attention, MLP and MoE need Transformer Engine",
+        "use only * (attention), - (MLP) and E (MoE)",
+        lambda f: not set(f.hybrid_layer_pattern or "") - set("*-E|/"),
+    ),
     option_rule(
         "eval_interval",
         lambda f: not (f.full_validation or f.skip_train),

@@ -71,7 +71,7 @@ def test_tokens_decode_to_the_text(text_file: Path, tmp_path: Path) -> None:
 
 
 def test_training_accepts_what_was_written(text_file: Path, tmp_path: Path) -> None:
-    from megatron.slipstream.integration.entry.arguments import read_tokenizer
+    from megatron.slipstream.options.datasets import read_tokenizer
 
     prefix = tmp_path / "data"
     summary = tool.preprocess([text_file], prefix, vocab_size=300)

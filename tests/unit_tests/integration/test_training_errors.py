@@ -102,7 +102,7 @@ REFUSALS = {
         ["--num-attention-heads", "5"],
         ["hidden_size % args.num_attention_heads"],
     ),
-    "hybrid model": (["--hybrid-layer-pattern", "M*"], ["hybrid_layer_pattern='M*'"]),
+    "hybrid model": (["--hybrid-layer-pattern", "M*"], ["hybrid_layer_pattern=M*", "use only *"]),
     "tokenizer file": (["--tokenizer-json", "no.json"], ["tokenizer_json=no.json", "No such file"]),
     "YAML": (["--yaml-cfg", "no.yaml"], ["yaml_cfg", "give the settings as flags"]),
     "packing by another name": (

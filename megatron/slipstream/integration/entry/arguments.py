@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import os
 import sys
@@ -26,6 +25,7 @@ from megatron.slipstream.launcher import rank
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.budget import complete_arguments
 from megatron.slipstream.options.config_file import config_from_environment
+from megatron.slipstream.options.datasets import read_tokenizer
 from megatron.slipstream.options.fields import GROUPS
 from megatron.slipstream.options.model import MODULE_NAMES
 from megatron.slipstream.options.modules import own_modules
@@ -60,9 +60,6 @@ _SEVERAL_QUEUES = frozenset(
     {"--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm"}
 )
 """Flags whose communication must not wait for kernels of the same queue."""
-
-END_OF_DOCUMENT = "<|endoftext|>"
-"""Special token that ``tools/preprocess_text.py`` inserts between documents."""
 
 _EXAMPLES = """\
 examples:
@@ -175,29 +172,6 @@ def apply_tokenizer(args: Any) -> None:
     args.tokenizer_type = "NullTokenizer"  # the text is tokenised already; only sizes are needed
     args.vocab_size = vocab_size
     args.null_tokenizer_eod_id = end_of_document
-
-
-def read_tokenizer(path: Path) -> tuple[int, int]:
-    """Return the number of tokens and the end-of-document token's id from a tokenizer file.
-
-    Raises:
-        ValueError: The file does not exist or is not one of ours.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        vocabulary: dict[str, int] = dict(content["model"]["vocab"])
-        vocabulary.update({token["content"]: token["id"] for token in content["added_tokens"]})
-        return max(vocabulary.values()) + 1, vocabulary[END_OF_DOCUMENT]
-    except OSError as error:
-        raise ValueError(
-            f"tokenizer_json={path} cannot be read ({error.strerror}); set it to the "
-            "<prefix>-tokenizer.json that tools/preprocess_text.py wrote"
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"tokenizer_json={path} is not a tokenizer with a {END_OF_DOCUMENT} token; make it "
-            "again with tools/preprocess_text.py"
-        ) from error
 
 
 def use_one_device_queue(argv: Sequence[str]) -> None:

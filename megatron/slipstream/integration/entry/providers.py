@@ -39,12 +39,7 @@ _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids"
 
 
 def model_config(args: Any) -> Any:
-    """Return the model configuration with its builder: hybrid with a layer pattern, else GPT.
-
-    Raises:
-        ValueError: A hybrid model without Transformer Engine has layers other than attention, MLP
-            and MoE.
-    """
+    """Return the model configuration with its builder: hybrid with a layer pattern, else GPT."""
     config = _gpt_or_hybrid_config(args)
     if args.dynamic_context_parallel:
         change_model_spec(config, dynamic_context_parallel.with_dynamic_context_parallelism)
@@ -83,13 +78,6 @@ def _gpt_or_hybrid_config(args: Any) -> Any:
 
     config = hybrid_config_from_args(args)
     if args.transformer_impl == "local":
-        others = sorted(set(args.hybrid_layer_pattern) - set("*-E|/"))
-        if others:
-            raise ValueError(
-                f"hybrid_layer_pattern={args.hybrid_layer_pattern!r} is not supported with "
-                f"transformer_impl='local' because layers {', '.join(others)} need Transformer "
-                "Engine; use only * (attention), - (MLP) and E (MoE)"
-            )
         config.hybrid_stack_spec = local_hybrid_stack_spec(config.transformer)
     return config
 
