@@ -38,8 +38,9 @@ def test_what_is_no_number_of_tokens_is_refused(text: str) -> None:
         parse_tokens(text)
 
 
-def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert show("--hf-config", LLAMA, "--longest-sequence", *H100, "--seq-length", "40k") == 0
+def test_the_answer_comes_first_and_details_last(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--seq-length", "40k", "--details")
+    assert show("--hf-config", LLAMA, "--longest-sequence", *H100, *options) == 0
     read = capsys.readouterr()
     assert read.err == ""
     first, blank, head, *rows = read.out.splitlines()
@@ -61,15 +62,9 @@ def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
         "--loss-sequence-tiles auto"
     )
     assert "78.4 GiB" in rows[6]
-    assert "--details" in rows[-1]
-
-
-def test_details_say_what_fills_the_device(capsys: pytest.CaptureFixture[str]) -> None:
-    assert show("--hf-config", LLAMA, "--longest-sequence", *H100, "--details") == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^off, 10,240 tokens: everything kept on the device$", shown, re.MULTILINE)
-    assert re.search(r"^  peak: state 30.0 GiB, layers \d", shown, re.MULTILINE)
-    assert re.search(r"^  next size: state 30.0 GiB, layers \d", shown, re.MULTILINE)
+    assert rows[8] == "off, 10,240 tokens: everything kept on the device"
+    assert re.match(r"  peak: state 30.0 GiB, layers \d", rows[9])
+    assert re.match(r"  next size: state 30.0 GiB, layers \d", rows[10])
 
 
 def test_micro_batches_are_counted_in_sequences(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +72,7 @@ def test_micro_batches_are_counted_in_sequences(capsys: pytest.CaptureFixture[st
     assert show(*arguments) == 0
     shown = capsys.readouterr().out
     assert re.search(r": \d+ sequences with a memory budget; off 5, ", shown)
+    assert "--details" in shown.splitlines()[-1]
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
