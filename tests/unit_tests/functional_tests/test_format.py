@@ -20,61 +20,16 @@ from functional_cases import (
     EXACT_METRICS,
     OFFLOADING_FLAGS,
     RECIPES,
-    ModelConfig,
     Result,
     arguments_of,
     command_line,
     compare,
-    expand,
     first_difference,
     load_jobs,
     read_golden,
-    read_yaml,
-    write_golden,
 )
 
 from megatron.slipstream.options.fields import OffloadConfig
-
-# --- MODEL_ARGS -----------------------------------------------------------------------------------
-
-
-def words(folder: Path, line: str, **variables: str) -> list[str]:
-    """Flags of the training script for a line of MODEL_ARGS."""
-    path = folder / "arguments.yaml"
-    path.write_text(line + "\n")
-    return command_line(read_yaml(path), variables)
-
-
-@pytest.mark.parametrize(
-    "line, expected",
-    [
-        ("--bf16: true", ["--bf16"]),
-        ("--num-layers: 4", ["--num-layers", "4"]),
-        ("--norm-epsilon: 1e-6", ["--norm-epsilon", "1e-6"]),
-        ("--lr: .010", ["--lr", ".010"]),
-        ("--split: 949,50,1", ["--split", "949,50,1"]),
-        ('--modules: "[core_attn attn_proj]"', ["--modules", "core_attn", "attn_proj"]),
-        ('--moe-layer-freq: "([0]*3+[1]*12)"', ["--moe-layer-freq", "([0]*3+[1]*12)"]),
-        ('--moe-layer-freq: "([0] * 3)"', ["--moe-layer-freq", "([0] * 3)"]),
-        ("--wandb-exp-name: two words", ["--wandb-exp-name", "two words"]),
-        (r"--layout: Et*3\\|\\(tt\\|\\)*6mL # says why", ["--layout", "Et*3|(tt|)*6mL"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
-def test_a_value_becomes_words(tmp_path: Path, line: str, expected: list[str]) -> None:
-    assert words(tmp_path, line) == expected
-
-
-def test_variables_are_put_in_and_others_left(tmp_path: Path) -> None:
-    line = "--save: ${CHECKPOINT_SAVE_PATH}/$NAME/${UNKNOWN}"
-    given = {"CHECKPOINT_SAVE_PATH": "/out put", "NAME": "x"}
-    assert words(tmp_path, line, **given) == ["--save", "/out put/x/${UNKNOWN}"]
-    assert expand("$A${A}$AB", {"A": "1"}) == "11$AB"
-
-
-def test_a_field_that_is_not_in_the_format_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"MODEL_ARG_2\s+Extra inputs are not permitted"):
-        ModelConfig.model_validate({"MODEL_ARGS": {}, "TEST_TYPE": "regular", "MODEL_ARG_2": {}})
 
 
 def test_without_offloading_a_case_is_otherwise_the_same() -> None:
@@ -161,26 +116,6 @@ def result_of(
         for rank in range(num_ranks)
     ]
     return Result(records, dict.fromkeys(steps, 2.0), NUM_ITERATIONS)
-
-
-def test_metrics_are_of_the_right_ranks_and_have_five_decimals() -> None:
-    result = result_of(peak=100, moved=7)
-    result.records[-1]["iterations"][0]["loss"] = 4.123456789
-    metrics = result.metrics()
-    assert metrics["lm loss"][1] == 4.12346
-    assert metrics["lm loss"][4] == 4.5
-    assert metrics["num-zeros"] == {1: 2.0, 2: 2.0, 3: 2.0, 4: 2.0}
-    assert metrics["activation-peak-bytes"][2] == 101
-    assert metrics["offloaded-bytes"][3] == 14
-
-
-def test_a_file_of_golden_values_is_in_megatrons_format(tmp_path: Path) -> None:
-    path = tmp_path / "golden_values_dev_cpu.json"
-    write_golden(path, {"lm loss": {1: 4.5, 2: 4.25}})
-    values = {"1": 4.5, "2": 4.25}
-    metric = {"start_step": 1, "end_step": 2, "step_interval": 1, "values": values}
-    assert json.loads(path.read_text()) == {"lm loss": metric}
-    assert read_golden(path) == {"lm loss": {1: 4.5, 2: 4.25}}
 
 
 def steps(*values: float) -> dict[int, float]:
