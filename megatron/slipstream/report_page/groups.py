@@ -13,6 +13,7 @@ from megatron.slipstream.plan.actions import ActionKind, GroupPlan, Plan
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.trace import GroupKey
 from megatron.slipstream.report_page.iteration import Iteration, waits_by_group
+from megatron.slipstream.report_page.summary import Cell
 
 
 class Column(NamedTuple):
@@ -21,13 +22,6 @@ class Column(NamedTuple):
     title: str
     is_number: bool
     help: str
-
-
-class Cell(NamedTuple):
-    """A cell's text, and its sort key if different."""
-
-    text: str
-    order: Optional[float] = None
 
 
 class GroupTable(NamedTuple):

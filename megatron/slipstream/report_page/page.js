@@ -344,43 +344,45 @@ class Charts {
   }
 }
 
-class Groups {
-  constructor(section, charts) {
-    this.section = section;
-    this.body = section.querySelector("tbody");
-    this.rows = [...this.body.rows];
-    this.heads = [...section.querySelectorAll("thead th")];
-    this.heads.forEach((head, place) => {
-      const button = Object.assign(document.createElement("button"), { type: "button", textContent: head.textContent });
-      button.addEventListener("click", () => this.sort(place));
-      head.replaceChildren(button);
-    });
-    this.body.addEventListener("click", (event) => {
-      if (!event.target.closest("a")) return;
-      event.preventDefault();
-      charts.showGroup(this.rows.indexOf(event.target.closest("tr")));
-    });
-    // A long table shows its first rows; the others are shown on demand because their layout is slow.
-    const more = section.querySelector(".more");
-    more.hidden = this.rows.length <= SHORT_ROWS;
-    this.body.classList.toggle("short", !more.hidden);
-    more.addEventListener("click", () => { more.hidden = true; this.body.classList.remove("short"); });
-  }
+// Makes the titles of a table sort its rows.
+function makeSortable(table) {
+  const [body] = table.tBodies, rows = [...body.rows], heads = [...table.querySelectorAll("thead th")];
 
-  sort(place) {
-    const head = this.heads[place], isNumber = !head.classList.contains("text");
-    // Numbers sort in descending order first.
-    const isAscending = head.ariaSort ? head.ariaSort !== "ascending" : !isNumber || place < 4;
-    for (const other of this.heads) other.removeAttribute("aria-sort");
+  function sort(place) {
+    const head = heads[place], isNumber = !head.classList.contains("text");
+    // Numbers sort in descending order first, but for the first column.
+    const isAscending = head.ariaSort ? head.ariaSort !== "ascending" : !isNumber || !place;
+    for (const other of heads) other.removeAttribute("aria-sort");
     head.setAttribute("aria-sort", isAscending ? "ascending" : "descending");
     const sign = isAscending ? 1 : -1;
     const key = (row) => row.cells[place].dataset.order ?? row.cells[place].textContent;
-    const keyed = this.rows.map((row) => [key(row), row]);
+    const keyed = rows.map((row) => [key(row), row]);
     // Empty cells are last in both orders.
     keyed.sort(([a], [b]) => !isNumber ? sign * a.localeCompare(b)
       : a === "" || b === "" ? (a === "") - (b === "") : sign * (a - b));
-    this.body.replaceChildren(...keyed.map(([, row]) => row));
+    body.replaceChildren(...keyed.map(([, row]) => row));
   }
+
+  heads.forEach((head, place) => {
+    const button = Object.assign(document.createElement("button"), { type: "button", textContent: head.textContent });
+    button.addEventListener("click", () => sort(place));
+    head.replaceChildren(button);
+  });
+}
+
+function showGroups(section, charts) {
+  const [body] = section.querySelector("table").tBodies, rows = [...body.rows];
+  makeSortable(section.querySelector("table"));
+  body.addEventListener("click", (event) => {
+    if (!event.target.closest("a")) return;
+    event.preventDefault();
+    charts.showGroup(rows.indexOf(event.target.closest("tr")));
+  });
+  // A long table shows its first rows; the others are shown on demand because their layout is slow.
+  const more = section.querySelector(".more");
+  more.hidden = rows.length <= SHORT_ROWS;
+  body.classList.toggle("short", !more.hidden);
+  more.addEventListener("click", () => { more.hidden = true; body.classList.remove("short"); });
 }
 
 // One rank at a time. A rank's data is parsed when the rank is first shown.
@@ -397,11 +399,12 @@ function select(id) {
   const block = section.querySelector("script.data");
   if (block && !shown.has(section)) {
     shown.add(section);
-    new Groups(section.querySelector(".groups"), new Charts(section, JSON.parse(block.textContent)));
+    showGroups(section.querySelector(".groups"), new Charts(section, JSON.parse(block.textContent)));
   }
   return section;
 }
 
+for (const table of document.querySelectorAll("main > section:not(.rank) .sortable")) makeSortable(table);
 for (const link of links) {
   link.addEventListener("click", (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return;

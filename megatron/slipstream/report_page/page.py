@@ -70,7 +70,7 @@ def render_page(
         ValueError: A plan's times or bandwidth are invalid.
     """
     style, script = _file("page.css"), _file("page.js")
-    heads, stages = rank_table(report)
+    rank_heads, rank_rows = rank_table(report)
     return _template().render(
         style=style,
         script=script,
@@ -84,9 +84,9 @@ def render_page(
         findings=findings(report),
         next_step=next_step(report),
         max_shown=MAX_SHOWN,
-        rank_heads=heads,
+        rank_heads=rank_heads,
+        rank_rows=rank_rows,
         layer_heads=HEADS,
-        stages=stages,
         ranks=[_view(rank, (plans or {}).get(rank.rank)) for rank in report.ranks],
     )
 

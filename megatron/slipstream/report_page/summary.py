@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.report import (
     RankReport,
@@ -15,8 +15,6 @@ from megatron.slipstream.fine_grained_activation_offload.report import (
 )
 from megatron.slipstream.plan.render import format_bytes
 
-DIFFERS_BY = 0.1
-"""A rank is marked if it differs from the median by more than this fraction."""
 NOT_KNOWN = "–"
 
 
@@ -28,13 +26,11 @@ class Card(NamedTuple):
     lines: list[str]
 
 
-class RankCell(NamedTuple):
-    """A figure of one rank."""
+class Cell(NamedTuple):
+    """A cell of a table: its text, and its sort key if different."""
 
     text: str
-    remark: str
-    """The difference from the other ranks, if any."""
-    is_above: bool
+    order: Optional[float] = None
 
 
 class Peaks(NamedTuple):
@@ -148,22 +144,13 @@ def _host_card(ranks: Sequence[RankReport]) -> Card:
     return Card("Host memory pinned", format_bytes(total), lines)
 
 
-# Comparison of ranks.
-
-
-class Stage(NamedTuple):
-    """The ranks of a pipeline stage, each with its cells."""
-
-    number: int
-    rows: list[tuple[int, list[RankCell]]]
+# Ranks side by side.
 
 
 class _RankColumn(NamedTuple):
     title: str
     value: Callable[[RankReport], float]
     show: Callable[[float], str]
-    is_by_stage: bool
-    """Whether it varies by pipeline stage, so that only ranks of the same stage are compared."""
 
 
 def _share_saved(rank: RankReport) -> float:
@@ -176,46 +163,33 @@ def _typical_ms(rank: RankReport) -> float:
 
 
 _COLUMNS = (
-    _RankColumn("Peak without", lambda r: r.baseline_peak_bytes, format_bytes, True),
-    _RankColumn("Peak planned", lambda r: r.planned_peak_bytes, format_bytes, True),
-    _RankColumn("Peak measured", lambda r: r.measured_peak_bytes, format_bytes, True),
-    _RankColumn("Saved", _share_saved, lambda share: f"{share:.0%}", True),
-    _RankColumn("Moved", lambda r: r.d2h_bytes, format_bytes, True),
-    _RankColumn("Step time", lambda r: r.measured_ms, format_ms, False),
-    _RankColumn("Stalls", lambda r: r.total.stall_ms, lambda ms: f"{ms:.2f} ms", False),
-    _RankColumn("Host time", _typical_ms, format_ms, False),
-    _RankColumn("Late starts", lambda r: r.total.num_late, lambda num: f"{num:.0f}", False),
-    _RankColumn("Host memory", lambda r: r.host_allocated_bytes, format_bytes, True),
-    _RankColumn("Warnings", lambda r: len(r.warnings), lambda num: f"{num:.0f}", False),
+    _RankColumn("Stage", lambda r: r.pp_rank, lambda number: f"{number:.0f}"),
+    _RankColumn("Peak without", lambda r: r.baseline_peak_bytes, format_bytes),
+    _RankColumn("Peak planned", lambda r: r.planned_peak_bytes, format_bytes),
+    _RankColumn("Peak measured", lambda r: r.measured_peak_bytes, format_bytes),
+    _RankColumn("Saved", _share_saved, lambda share: f"{share:.0%}"),
+    _RankColumn("Moved", lambda r: r.d2h_bytes, format_bytes),
+    _RankColumn("Step time", lambda r: r.measured_ms, format_ms),
+    _RankColumn("Stalls", lambda r: r.total.stall_ms, lambda ms: f"{ms:.2f} ms"),
+    _RankColumn("Host time", _typical_ms, format_ms),
+    _RankColumn("Late starts", lambda r: r.total.num_late, lambda num: f"{num:.0f}"),
+    _RankColumn("Host memory", lambda r: r.host_allocated_bytes, format_bytes),
+    _RankColumn("Warnings", lambda r: len(r.warnings), lambda num: f"{num:.0f}"),
 )
 
 
-def rank_table(report: Report) -> tuple[list[str], list[Stage]]:
-    """Return column titles and a row per rank, by pipeline stage, without empty columns."""
-    columns = [column for column in _COLUMNS if any(map(column.value, report.ranks))]
-    medians = [statistics.median_low(map(column.value, report.ranks)) for column in columns]
-    by_stage: dict[int, list[RankReport]] = {}
-    for rank in sorted(report.ranks, key=lambda rank: rank.pp_rank):
-        by_stage.setdefault(rank.pp_rank, []).append(rank)
-    stages = []
-    for number, ranks in by_stage.items():
-        own = [
-            statistics.median_low(map(column.value, ranks)) if column.is_by_stage else median
-            for column, median in zip(columns, medians, strict=True)
-        ]
-        rows = [
-            (rank.rank, list(map(_rank_cell, columns, [rank] * len(own), own))) for rank in ranks
-        ]
-        stages.append(Stage(number, rows))
-    return [column.title for column in columns], stages
+def rank_table(report: Report) -> tuple[list[str], list[tuple[int, list[Cell]]]]:
+    """Return titles of columns and a row per rank, by stage; without columns of nothing but 0."""
+    ranks = sorted(report.ranks, key=lambda rank: (rank.pp_rank, rank.rank))
+    columns = [column for column in _COLUMNS if any(map(column.value, ranks))]
+    rows = [(rank.rank, [_rank_cell(column, rank) for column in columns]) for rank in ranks]
+    return [column.title for column in columns], rows
 
 
-def _rank_cell(column: _RankColumn, rank: RankReport, median: float) -> RankCell:
-    value, remark = column.value(rank), ""
-    if abs(value - median) > DIFFERS_BY * abs(median):
-        whose = " of the stage" if column.is_by_stage else ""
-        remark = f"the median{whose} is {column.show(median)}"
-    return RankCell(column.show(value) if value else NOT_KNOWN, remark, value > median)
+def _rank_cell(column: _RankColumn, rank: RankReport) -> Cell:
+    value = column.value(rank)
+    is_known = value or column.title == "Stage"
+    return Cell(column.show(value) if is_known else NOT_KNOWN, value)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -149,7 +149,6 @@ def test_what_a_user_wants_to_see_at_once_is_on_top(two_ranks: str) -> None:
     places = [text.index(word) for word in order]
     assert places == sorted(places)
     assert "The iteration takes longer than planned" in text
-    assert re.search(r"ms ▲ , the median is [\d.]+ ms", text)
 
 
 def test_layers_are_shown_by_kind_and_setting() -> None:
@@ -170,14 +169,10 @@ def test_a_run_without_problems_has_a_next_step() -> None:
 def test_ranks_are_shown_by_pipeline_stage() -> None:
     ranks = [replace(make_run(rank=number).rank, pp_rank=number % 2) for number in range(4)]
     text = Page(render_page(Report(ranks))).text
-    order = ["Pipeline stage 0", "rank 0", "rank 2", "Pipeline stage 1", "rank 1", "rank 3"]
-    order += ["Stage 0, rank", "Stage 1, rank"]
-    start = text.index(order[0])
-    places = [text.index(words, start) for words in order]
-    assert places == sorted(places)
-    assert "(memory: of the ranks of its pipeline stage)" in text
+    assert re.search("Rank Stage .* rank 0 0 .* rank 2 0 .* rank 1 1 .* rank 3 1 ", text)
+    assert "Rank 0 2 1 3 Rank 0" in text, "links to each, before the first"
     ranks = [replace(rank, pp_rank=0) for rank in ranks]
-    assert "tage" not in Page(render_page(Report(ranks))).text
+    assert "Stage" not in Page(render_page(Report(ranks))).text
 
 
 def test_nothing_is_fetched_from_anywhere(two_ranks: str) -> None:

@@ -169,6 +169,22 @@ def test_columns_of_numbers_sort_both_ways_and_say_so(opened: Open, title: str) 
     assert sorted(directions) == ["ascending", "descending"]
 
 
+def test_the_figures_of_ranks_sort_too(opened: Open) -> None:
+    runs = [make_run(rank=number, slowness=1.0 + number % 3) for number in range(11)]
+    page = opened(*runs)
+    table = "[...document.querySelectorAll('main > section:not(.rank) .sortable *')]"
+    ranks = f"{table}.filter((e) => e.matches('td:first-child')).map((e) => e.textContent)"
+    by_time = sorted(runs, key=lambda run: -run.rank.measured_ms)
+    by_number = [f"rank {number}" for number in range(11)]
+    assert page.get(ranks) == by_number
+    for title, expected in (
+        ("Step time", [f"rank {run.rank.rank}" for run in by_time]),
+        ("Rank", by_number),
+    ):
+        page.click(f"{table}.find((e) => e.matches('button') && e.textContent === '{title}')")
+        assert page.get(ranks) == expected
+
+
 def test_columns_of_text_sort_and_one_column_is_sorted_at_a_time(opened: Open) -> None:
     page = opened(slow_run())
     for title in ("Bytes", "Module"):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The top of the page has the figures of the report, and says which ranks differ."""
+"""The top of the page has the figures of the report, of all ranks together and side by side."""
 
 from __future__ import annotations
 
@@ -27,18 +27,6 @@ GIB = 1 << 30
 
 def rank(number: int = 0, **figures: object) -> RankReport:
     return replace(RankReport(number), **figures)  # type: ignore[arg-type]
-
-
-def differing(ranks: list[RankReport]) -> list[str]:
-    """The figures that are marked as far from the median."""
-    heads, stages = rank_table(Report(ranks))
-    return sorted(
-        f"{number} {'above' if cell.is_above else 'below'}: {head.lower()}"
-        for stage in stages
-        for number, cells in stage.rows
-        for head, cell in zip(heads, cells, strict=True)
-        if cell.remark
-    )
 
 
 def card(title: str, *ranks: RankReport) -> Card:
@@ -77,7 +65,7 @@ def test_what_was_measured_is_the_saving_not_what_was_planned() -> None:
     assert found.figure == "20.0 GiB (33%)"
     assert found.lines == ["peak 60.0 GiB → 40.0 GiB measured", "30.0 GiB planned"]
     saved = rank_table(Report([measured]))[0].index("Saved")
-    assert rank_table(Report([measured]))[1][0].rows[0][1][saved].text == "33%"
+    assert rank_table(Report([measured]))[1][0][1][saved].text == "33%"
     # What is new since the recorded iteration would be there without offloading, too.
     later = card("Device memory saved", replace(measured, later_bytes=10 * GIB))
     assert later.figure == "30.0 GiB (43%)"
@@ -141,47 +129,20 @@ def test_what_moved_and_what_is_pinned() -> None:
     assert card("Host memory pinned", ranks[0]).lines == ["limit 9.0 GiB per rank"]
 
 
-def test_ranks_far_from_the_median_are_marked_and_named() -> None:
-    ranks = [rank(number, measured_ms=100.0 + number) for number in range(8)]
-    ranks[5].measured_ms, ranks[6].measured_ms = 120.0, 80.0
-    ranks[5].warnings = {"w": 1}
-    heads, (stage,) = rank_table(Report(ranks))
-    assert heads == ["Step time", "Warnings"]
-    assert [number for number, _ in stage.rows] == list(range(8))
-    marked = {number: cells[0] for number, cells in stage.rows if cells[0].remark}
-    assert marked.keys() == {5, 6}
-    assert (marked[5].is_above, marked[6].is_above) == (True, False)
-    assert marked[5].remark == "the median is 102.0 ms"
-    assert differing(ranks) == ["5 above: step time", "5 above: warnings", "6 below: step time"]
-
-
-def test_ranks_are_grouped_by_stage_and_their_memory_is_compared_within_it() -> None:
-    ranks = [
-        rank(number, pp_rank=number % 2, baseline_peak_bytes=(1 + number % 2) * GIB)
-        for number in range(6)
+def test_ranks_are_side_by_side_by_stage_with_what_they_are_sorted_by() -> None:
+    ranks = [rank(number, pp_rank=number % 2, measured_ms=100.0 + number) for number in range(4)]
+    ranks[3].measured_ms = 0.0
+    ranks[0].warnings = {"w": 1}
+    heads, rows = rank_table(Report(ranks))
+    assert heads == ["Stage", "Step time", "Warnings"]
+    assert rows == [
+        (0, [("0", 0), ("100.0 ms", 100.0), ("1", 1)]),
+        (2, [("0", 0), ("102.0 ms", 102.0), ("–", 0)]),
+        (1, [("1", 1), ("101.0 ms", 101.0), ("–", 0)]),
+        (3, [("1", 1), ("–", 0.0), ("–", 0)]),
     ]
-    heads, stages = rank_table(Report(ranks))
-    assert heads == ["Peak without", "Saved"]
-    assert [(stage.number, [number for number, _ in stage.rows]) for stage in stages] == [
-        (0, [0, 2, 4]),
-        (1, [1, 3, 5]),
-    ]
-    assert differing(ranks) == []
-    ranks[3].baseline_peak_bytes = GIB
-    assert differing(ranks) == ["3 below: peak without"]
-    cell = rank_table(Report(ranks))[1][1].rows[1][1][0]
-    assert cell.remark == "the median of the stage is 2.0 GiB"
-
-
-def test_times_are_compared_across_stages() -> None:
-    ranks = [rank(number, pp_rank=number, measured_ms=100.0) for number in range(4)]
-    ranks[2].measured_ms = 120.0
-    assert differing(ranks) == ["2 above: step time"]
-
-
-def test_ranks_that_agree_are_not_told_apart() -> None:
-    ranks = [rank(number, measured_ms=100.0 + number) for number in range(8)]
-    assert differing(ranks) == differing([]) == []
+    assert rank_table(Report([rank(0), rank(1)])) == ([], [(0, []), (1, [])])
+    assert rank_table(Report([])) == ([], [])
 
 
 @pytest.mark.parametrize(
