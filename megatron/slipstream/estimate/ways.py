@@ -311,22 +311,21 @@ class SizedModel:
     def least(self) -> Iteration:
         """Return the iteration that takes the least device memory, whatever the host's."""
         nothing = RankLimits(0)
-
-        def peak_bytes(pair: tuple[RankTemplates, Assignment]) -> float:
-            rank, assignment = pair
-            return Judge(rank, nothing, refines=False).score(assignment).excess_bytes
-
-        found = []
-        policy = PolicyOptions(target_memory_bytes=1)
+        found: dict[Tiles, dict[int, tuple[float, Assignment]]] = {}
         for tiles in TILES:
-            work, ranks = self._variant(tiles)
-            pairs = {
-                number: min(((rank, a) for a in _assignments(rank)), key=peak_bytes)
-                for number, rank in ranks.items()
-            }
-            planned = {number: _planned(*pair, policy) for number, pair in pairs.items()}
-            found.append(Iteration(work, planned, self.state_bytes, tiles))
-        return min(found, key=lambda item: item.usage.parts.total)
+            found[tiles] = {}
+            for number, rank in self._variant(tiles)[1].items():
+                judge = Judge(rank, nothing, refines=False)
+                peaks = ((judge.score(each).excess_bytes, each) for each in _assignments(rank))
+                found[tiles][number] = min(peaks, key=lambda pair: pair[0])
+        best = min(TILES, key=lambda tiles: max(peak for peak, _ in found[tiles].values()))
+        work, ranks = self._variant(best)
+        policy = PolicyOptions(target_memory_bytes=1)
+        planned = {
+            number: _planned(ranks[number], assignment, policy)
+            for number, (_, assignment) in found[best].items()
+        }
+        return Iteration(work, planned, self.state_bytes, best)
 
     @cached_property
     def _modules(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
