@@ -81,13 +81,16 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--tp", "3"], "num_attention_heads=32 is not a multiple of --tp=3; change one of them"),
+        (["--tp", "3"], "num_attention_heads=32 is not a multiple of --tp=3; set --tp to 2"),
         (
             ["--tensor-model-parallel-size", "3"],
-            "num_attention_heads=32 is not a multiple of --tensor-model-parallel-size=3; change",
+            "num_attention_heads=32 is not a multiple of --tensor-model-parallel-size=3; set",
         ),
         (["--tp", "0"], "--tp=0 must be positive; set 1 or more"),
-        (["--cp", "3"], "--seq-length=128 is not a multiple of 2 * --cp=6; change one of them"),
+        (
+            ["--cp", "3"],
+            "--seq-length=128 is not a multiple of 2 * --cp=6; set --seq-length to 132",
+        ),
         (
             ["--pp", "3"],
             "num_hidden_layers=32 cannot be divided evenly among --pp=3 times 1 chunks",

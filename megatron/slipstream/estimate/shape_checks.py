@@ -123,12 +123,26 @@ def _indivisible(shape: ModelShape) -> Iterator[str]:
     par = shape.parallelism
     for name, value, by, divisor in _shares(shape):
         if value % divisor:
-            yield f"{name}={value} is not a multiple of {by}={divisor}; change one of them"
+            cure = _cure(name, value, by, divisor)
+            yield f"{name}={value} is not a multiple of {by}={divisor}; {cure}"
     if max(shape.query_groups, par.tp) % min(shape.query_groups, par.tp):
         yield (
             f"num_query_groups={shape.query_groups} and tensor_model_parallel_size={par.tp} "
             "must divide one another; change one of them"
         )
+
+
+def _cure(name: str, value: int, by: str, divisor: int) -> str:
+    """Return the nearest size that is divided evenly."""
+    if name == "seq_length":
+        return f"set seq_length to {-(-value // divisor) * divisor}"
+    if " " in by:
+        return "change one of them"
+    smaller = range(min(value, divisor, _MAX_TRIED), 0, -1)
+    return f"set {by} to {next(size for size in smaller if value % size == 0)}"
+
+
+_MAX_TRIED = 100_000
 
 
 def _shares(shape: ModelShape) -> Iterator[tuple[str, int, str, int]]:
