@@ -257,12 +257,12 @@ class AttachedEngine(OffloadEngine):
     def end_forward(self, failed: bool) -> None:
         """End the forward of the pass; ``failed`` if it raised."""
         self._is_model_running = False
-        self._now.chunk = None
+        self.now.chunk = None
         if failed and self._own_passes:
             # Its backward cannot run, even if a traceback keeps its graph alive.
             self._own_passes.pop()
             if not any(own.waits or own.is_used for own in self._own_passes):
-                self._clear_iteration()
+                self.clear_iteration()
 
     @property
     def awaited_names(self) -> set[str]:
@@ -273,7 +273,7 @@ class AttachedEngine(OffloadEngine):
 
     def begin_region(self, name: str) -> None:
         """Begin a group; outside of the model's forward, the group is a pass of its own."""
-        if self._now.chunk is None and self.is_training_forward:
+        if self.now.chunk is None and self.is_training_forward:
             self._open_pass()
         self.start_group(name)
         group = self.take_started()
@@ -319,7 +319,7 @@ class AttachedEngine(OffloadEngine):
         """Begin a group whose tensors are added one by one; return None if none can begin."""
         with torch.enable_grad():  # Checkpoints save their inputs with gradients disabled.
             self.start_group(name)
-        group, self._now.started = self._now.started, None
+        group, self.now.started = self.now.started, None
         return group
 
     def commit_inputs(self, name: str, group: OffloadTensorGroup, hook: BackwardHook) -> None:
@@ -331,14 +331,14 @@ class AttachedEngine(OffloadEngine):
         """Do nothing: regions are left by their hooks, and nothing is captured."""
 
     def _stays(self, group: OffloadTensorGroup) -> bool:
-        plan = self._now.plan
+        plan = self.now.plan
         if plan is not None and not plan.trace.group_by_key[group.key].storages:
             return False  # [Note: Groups that grow]
         return super()._stays(group)
 
     def _end_plan_if_grown(self, group: OffloadTensorGroup) -> None:
         """See [Note: Groups that grow]."""
-        entry = self._now.entry
+        entry = self.now.entry
         if entry is None or group.untracked_in is not None:
             return
         nbytes = sum(group.nbytes.values())
@@ -351,7 +351,7 @@ class AttachedEngine(OffloadEngine):
         if nbytes >= MIN_GROWTH * known and nbytes > 0:
             self._largest[group.key.group] = nbytes
             self.lifecycle.plans.forget(entry)
-            self._executor.leave_plan(self._now, self._now.num_steps)
+            self._executor.leave_plan(self.now, self.now.num_steps)
 
     def _open_pass(self) -> None:
         self._constants = None
@@ -363,7 +363,7 @@ class AttachedEngine(OffloadEngine):
         elif len(self._own_passes) > MAX_LOST_PASSES:
             lost = [own for own in self._own_passes if not own.is_used and not own.waits]
             if len(lost) > MAX_LOST_PASSES:
-                self._clear_iteration()
+                self.clear_iteration()
         self.begin_pass(0, self._policy_of_passes)
         self._own_passes.append(_Pass())
 
@@ -409,7 +409,7 @@ class AttachedEngine(OffloadEngine):
         super().use_group(group)
         self._was_backward_compiled |= is_backward_compiled()
         if not self._is_model_running:
-            self._now.chunk = None  # Ends a pass that is outside of the model's forward.
+            self.now.chunk = None  # Ends a pass that is outside of the model's forward.
         task = torch._C._current_graph_task_id()
         if task not in (NO_GRAPH_TASK, self._watched_task):
             self._watched_task = task
@@ -429,10 +429,10 @@ class AttachedEngine(OffloadEngine):
         if any(own.is_used for own in self._own_passes):
             self.end_iteration()
         else:
-            self._clear_iteration()
+            self.clear_iteration()
 
-    def _clear_iteration(self) -> CountedModules:
-        counted = super()._clear_iteration()
+    def clear_iteration(self) -> CountedModules:
+        counted = super().clear_iteration()
         self._num_lost += sum(own.is_hooked and not own.is_used for own in self._own_passes)
         self._own_passes.clear()
         if self._num_lost > MAX_LOST_PASSES and not self._has_warned_of_lost_passes:

@@ -23,6 +23,7 @@ from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOfflo
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import CountedModules
 from megatron.slipstream.fine_grained_activation_offload.group import (
+    GroupState,
     OffloadTensorGroup,
     SavedTensor,
 )
@@ -149,6 +150,12 @@ class ActivationStore:
     def verifier(self, verifier: Optional[Verifier]) -> None:
         self._context.verifier = verifier
         self._note_settings()
+
+    def stop_verifying(self) -> None:
+        """Stop verifying what comes back, if it is verified."""
+        if self.verifier is not None:
+            self.verifier.stop()
+            self.verifier = None
 
     @property
     def crosses_streams(self) -> bool:
@@ -423,6 +430,12 @@ class ActivationStore:
                 storage.release(group.name)
                 if self._recorder.reads_memory:
                     self._recorder.set_absent(storage)
+
+    def release_all(self, groups: Iterable[OffloadTensorGroup]) -> None:
+        """Release those of ``groups`` that are being offloaded."""
+        for group in groups:
+            if group.state is GroupState.COMMITTED:
+                self.release(group)
 
     def before_discard(self, tensor: torch.Tensor) -> None:
         """Note that the storage of ``tensor`` is discarded now, and recomputed before it is read.

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 
@@ -54,20 +53,12 @@ from megatron.slipstream.plan.trace import Step, StepKind
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_INPUTS = "checkpoint_inputs"
-"""Name of the groups of tensors that checkpoints save."""
 HELD_BY_NODES = ("attn_norm", "mlp_norm")
 """Modules whose inputs a schedule holds: [Note: Layers that run in nodes]."""
 
 
-class Switch(Protocol):
+class Switch:
     """Says whether offloading is on."""
-
-    is_on: bool
-
-
-class OwnSwitch:
-    """A switch of one engine."""
 
     is_on = True
 
@@ -91,9 +82,9 @@ class OffloadEngine:
         num_verified_iterations: int = 0,
         is_native: bool = False,
     ) -> None:
-        self._now = Iteration()
+        self.now = Iteration()
         """The running iteration, or the next one."""
-        self.switch: Switch = OwnSwitch()
+        self.switch: Any = Switch()
         """Its ``is_on`` is False while offloading is suspended. Engines may share one."""
         self.moves_checkpoint_inputs = False
         """Whether the tensors that a checkpoint saves are a group."""
@@ -147,7 +138,7 @@ class OffloadEngine:
 
         C++ does not check whether offloading is suspended.
         """
-        self._executor.follow_in_python(self._now)
+        self._executor.follow_in_python(self.now)
 
     @property
     def options(self) -> PolicyOptions:
@@ -155,24 +146,9 @@ class OffloadEngine:
         return self.lifecycle.planner.options
 
     @property
-    def has_begun(self) -> bool:
-        """Whether forward has entered a model chunk in the running iteration."""
-        return self._now.has_begun
-
-    @property
-    def pass_index(self) -> int:
-        """Index of the latest forward pass in the iteration."""
-        return len(self._now.passes) - 1
-
-    @property
-    def num_groups(self) -> int:
-        """Number of groups that the running forward pass has so far."""
-        return 0 if self._now.chunk is None else len(self._now.chunk.groups)
-
-    @property
     def plan(self) -> Optional[Plan]:
         """The plan being followed, or else that of the last iteration; None if there is none."""
-        return self._now.plan or self.lifecycle.last_plan
+        return self.now.plan or self.lifecycle.last_plan
 
     def change_assignment(self, assignment: Assignment) -> None:
         """Follow only plans of this assignment, which the layers have from the next pass on.
@@ -186,7 +162,7 @@ class OffloadEngine:
         if assignment == self.lifecycle.plans.assignment:
             return
         self._restart_if_abandoned()
-        now = self._now
+        now = self.now
         if now.num_steps or any(chunk.awaits_backward for chunk in now.passes):
             raise RuntimeError(
                 "other settings of layers are not supported within an iteration because its "
@@ -194,31 +170,6 @@ class OffloadEngine:
                 "returned"
             )
         self.lifecycle.change_assignment(assignment)
-
-    def change_target(self, target_memory_bytes: Optional[int]) -> None:
-        """Limit the device peak, drop all plans, and record the next iteration.
-
-        Call between iterations.
-
-        Args:
-            target_memory_bytes: The limit; None to move all that may.
-        """
-        options = replace(self.options, target_memory_bytes=target_memory_bytes)
-        if not self.lifecycle.change_options(options):
-            self.lifecycle.drop_plans()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether all measurements for plans are done, and the last plan is final."""
-        return self.lifecycle.is_settled
-
-    @property
-    def peak_drop_bytes(self) -> dict[str, int]:
-        """The reduction of the device peak by the latest plan in bytes, by module name.
-
-        Empty before the first iteration has ended. See [Note: Freed is not saved] in ``plan.peak``.
-        """
-        return self.lifecycle.peak_drop.by_module
 
     # The life of a pass and of its groups.
 
@@ -232,7 +183,7 @@ class OffloadEngine:
             policy: The model's options.
             pp_rank: Pipeline-parallel rank.
         """
-        self._now.chunk = None
+        self.now.chunk = None
         if not self._is_training_forward():
             return
         self._prepare_pass(policy)
@@ -241,8 +192,8 @@ class OffloadEngine:
         if policy != self._policy:
             self._policy = policy
             if self.lifecycle.change_options(policy.applied_to(self.options)):
-                self._executor.leave_plan(self._now, self._now.num_steps)
-        now = self._now
+                self._executor.leave_plan(self.now, self.now.num_steps)
+        now = self.now
         if not now.has_begun:
             now.has_begun = True
             self.lifecycle.enter_iteration(now, self.are_marks_in_graphs)
@@ -265,13 +216,17 @@ class OffloadEngine:
         """Start a group called ``name``, whose input is ``tensor``."""
         if not self.store.start(self, tensor, name):
             self.start_group(name)
-            self.mark_backward_end(tensor)
+            group = self.now.started
+            # Backward has the gradient of the input once it has left the group. Not a node of our
+            # own: [Note: One mark per group].
+            if group is not None and tensor.grad_fn is not None and not self.graphs.is_capturing:
+                self.store.call_before(tensor, partial(self.end_group, group))
 
     def start_group(self, name: str) -> None:
         """Start a group called ``name``; its operations follow in the region entered next."""
         if self.graphs.is_open and not self.do_offload:
             self.graphs.note_warmup(name)
-        now = self._now
+        now = self.now
         if self.graphs.is_capturing and self._is_training_forward():
             now.started = self.graphs.start_group(name)
         if now.chunk is None or not self._is_training_forward():
@@ -286,10 +241,8 @@ class OffloadEngine:
 
         Also None if the plan keeps the group: its saved tensors are then not needed.
         """
-        group, self._now.started = self._now.started, None
+        group, self.now.started = self.now.started, None
         return None if group is None or self._stays(group) else group
-
-    # Regions.
 
     def enter(self) -> None:
         """Enter the region of the last started group: tensors saved inside belong to it."""
@@ -301,74 +254,37 @@ class OffloadEngine:
         if not self.store.leave(self):
             self.regions.leave()
 
-    def run_checkpoint(self, run: Callable[[], Any]) -> Any:
-        """Run a checkpoint; the tensors that it saves form a group.
-
-        Args:
-            run: Calls an autograd function that runs part of the model without gradients and saves
-                its inputs.
-
-        Returns:
-            The result of ``run``.
-        """
-        is_group = self.moves_checkpoint_inputs and self.owner_of_marks() is self
-        if not is_group:
-            return run()
-        self.start_group(CHECKPOINT_INPUTS)
-        # Without the flag: the modules inside save nothing, and must run as in the recomputation.
-        self.regions.enter(self.take_started(), self, sets_flag=False)
-        try:
-            output = run()
-        finally:
-            self.leave()
-        # Backward's first read comes when it reaches the checkpoint, so no mark is needed: [Note:
-        # Recomputation reads first].
-        self.commit_group(CHECKPOINT_INPUTS)
-        return output
-
     def run_in_nodes(self) -> None:
         """Note that the pass runs node by node: [Note: Layers that run in nodes]."""
-        if self._now.chunk is not None:
-            self._now.chunk.given_up_by = HELD_BY_NODES
+        if self.now.chunk is not None:
+            self.now.chunk.given_up_by = HELD_BY_NODES
             self.store.crosses_streams = True
 
     # Iterations.
 
     @property
-    def lacks_groups(self) -> bool:
-        """Whether an iteration has begun in which no group ran that should have."""
-        now = self._now
-        is_bypassed = now.trial is not None or self.are_marks_in_graphs or not self.do_offload
-        return now.has_begun and not now.num_steps and not is_bypassed
-
-    @property
-    def num_steps(self) -> int:
-        """Number of marks passed since the last iteration ended."""
-        return self._now.num_steps
-
-    @property
     def is_needed(self) -> bool:
         """Whether backward may still read offloaded tensors."""
-        return any(chunk.awaits_backward for chunk in self._now.passes)
+        return any(chunk.awaits_backward for chunk in self.now.passes)
 
     def end_iteration(self) -> None:
         """End an iteration, once all its passes have been issued, with or without backward."""
-        now, life, builder = self._now, self.lifecycle, self._report_builder
+        now, life, builder = self.now, self.lifecycle, self._report_builder
         now.chunk = None
         if now.num_steps > 0:
             life.finish(now, self._report.pp_rank)
-            builder.note_iteration(self._clear_iteration())
+            builder.note_iteration(self.clear_iteration())
             # The allocator is read at every mark only while its readings are needed.
             self.recorder.reads_memory = False
         elif now.trial is not None or (now.has_begun and self.are_marks_in_graphs):
             builder.note_iteration(None if life.finish_without_marks(now) else CountedModules())
-            self._now = Iteration()
+            self.now = Iteration()
         else:
             # No marks: there were no gradients, or a chunk was replayed as one graph.
-            self._now = Iteration()
+            self.now = Iteration()
             return
         if self._report.num_iterations >= self._num_verified_iterations:
-            self.stop_verifying()
+            self.store.stop_verifying()
         life.trim_host_memory()
 
     @property
@@ -378,28 +294,18 @@ class OffloadEngine:
 
     def _stays(self, group: OffloadTensorGroup) -> bool:
         """Return whether the plan keeps the group, so its saved tensors need not be tracked."""
-        plan = self._now.plan
+        plan = self.now.plan
         if plan is None or plan.tracks(group.key):
             return False
         group.untracked_in = plan.trace
         return True
 
-    # A pass that is captured as a whole (graphs/offload.py).
-
-    def release_all(self) -> None:
-        """Release all groups that are being offloaded."""
-        for group in self._now.groups.values():
-            if group.state is GroupState.COMMITTED:
-                self.store.release(group)
-
-    def forget_pass(self) -> None:
-        """Discard a pass that has ended; nothing is recorded from it."""
-        self._clear_iteration()
+    # A pass or an iteration that has failed, or is over.
 
     @property
     def has_earlier_passes(self) -> bool:
         """Whether backward of other passes than the latest is still to come."""
-        now = self._now
+        now = self.now
         return any(chunk.awaits_backward for chunk in now.passes if chunk is not now.chunk)
 
     def discard_pass(self) -> None:
@@ -413,10 +319,10 @@ class OffloadEngine:
         """
         if self.has_earlier_passes:
             raise RuntimeError("a pass cannot be discarded while others wait for their backward")
-        before = self._now
-        self._clear_iteration()
+        before = self.now
+        self.clear_iteration()
         self.store.recover()
-        self._now.has_begun, self._now.is_incomplete = before.has_begun, True
+        self.now.has_begun, self.now.is_incomplete = before.has_begun, True
         self.lifecycle.next = None
 
     def finish_report(self) -> None:
@@ -425,9 +331,8 @@ class OffloadEngine:
 
     def close(self) -> None:
         """Free the host memory. Saved tensors cannot be read afterwards."""
-        self._clear_iteration()
-        if self.store.verifier is not None:
-            self.store.verifier.stop()
+        self.clear_iteration()
+        self.store.stop_verifying()
         self.store.close()
 
     def read(self, saved: Any) -> torch.Tensor:
@@ -455,7 +360,7 @@ class OffloadEngine:
             return None
         if self.graphs.is_capturing:
             return self.graphs
-        return None if self._now.chunk is None else self
+        return None if self.now.chunk is None else self
 
     def end(
         self, tensor: torch.Tensor, name: str, given_up: Sequence[torch.Tensor] = ()
@@ -488,7 +393,7 @@ class OffloadEngine:
             name: Name of the group.
             given_up: Tensors that forward no longer reads, though other references may exist.
         """
-        now = self._now
+        now = self.now
         group = now.chunk.commit_group(name) if now.chunk is not None else None
         if group is not None:
             if group.untracked_in is None:
@@ -505,26 +410,14 @@ class OffloadEngine:
             at_first_gradient([tensor], partial(self.use_group, group))
 
     def use_group(self, group: OffloadTensorGroup) -> None:
-        """Note that backward needs the group from here on."""
-        if group.state is GroupState.COMMITTED and self._is_current(group):
+        """Note that backward, which may outlive its iteration, needs the group from here on."""
+        if group.state is GroupState.COMMITTED and self.now.find(group.key) is group:
             group.move_to(GroupState.IN_USE)
             self._advance(StepKind.BACKWARD_USE, group)
 
-    def mark_backward_end(self, tensor: torch.Tensor) -> None:
-        """Mark where backward leaves the last started group.
-
-        Args:
-            tensor: The group's input. Backward has its gradient once it has left the group.
-        """
-        group = self._now.started
-        if group is None or tensor.grad_fn is None or self.graphs.is_capturing:
-            return
-        # Not a node of our own: [Note: One mark per group].
-        self.store.call_before(tensor, partial(self.end_group, group))
-
     def end_group(self, group: OffloadTensorGroup, *_: object) -> None:
         """Note that backward has left the group. An autograd hook; ignores the gradients."""
-        if group.state is GroupState.IN_USE and self._is_current(group):
+        if group.state is GroupState.IN_USE and self.now.find(group.key) is group:
             group.move_to(GroupState.DONE)
             self._advance(StepKind.BACKWARD_END, group)
 
@@ -556,20 +449,16 @@ class OffloadEngine:
 
     def _come_to(self, mark: Step, chunk: ChunkOffloadHandler) -> None:
         # Backward may run after its iteration has ended.
-        passes = self._now.passes
+        passes = self.now.passes
         if chunk.index < len(passes) and passes[chunk.index] is chunk:
             self._advance(mark.kind, mark)
 
     def _marked_pass(self) -> Optional[ChunkOffloadHandler]:
         """Return the running forward pass if it has groups; otherwise nothing can move."""
-        chunk = self._now.chunk
+        chunk = self.now.chunk
         if chunk is None or chunk.find(0) is None or self.graphs.is_capturing:
             return None
         return chunk if self._is_training_forward() else None
-
-    def _is_current(self, group: OffloadTensorGroup) -> bool:
-        """Return whether the group belongs to this iteration: backward may outlive its own."""
-        return self._now.find(group.key) is group
 
     def _is_training_forward(self) -> bool:
         # Inside a graph task a forward is a recomputation: its saved tensors are read immediately.
@@ -577,34 +466,20 @@ class OffloadEngine:
             self.do_offload and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         )
 
-    # The life of an iteration.
-
     def _advance(self, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
         """Process a mark: see :meth:`PlanExecutor.come_to`."""
-        if self._now.num_steps == 0:
-            self.lifecycle.begin(self._now)
-        self._executor.come_to(self._now, kind, at)
+        if self.now.num_steps == 0:
+            self.lifecycle.begin(self.now)
+        self._executor.come_to(self.now, kind, at)
 
-    def stop_verifying(self) -> None:
-        """Stop verifying what comes back, if it is verified."""
-        verifier = self.store.verifier
-        if verifier is not None:
-            verifier.stop()
-            self.store.verifier = None
-            logger.info(
-                "offload_verify: %d storages came back unchanged in the first %d iterations; "
-                "verifying ends",
-                verifier.num_verified,
-                self._num_verified_iterations,
-            )
-
-    def _clear_iteration(self) -> CountedModules:
+    def clear_iteration(self) -> CountedModules:
+        """Discard the iteration so far. Return its counters."""
         self.delayed.clear()
         self.store.copy_streams.forget_waits()
-        self._executor.clear(self._now)
+        self._executor.clear(self.now)
         counted = self.store.end_iteration()
         self.recorder.clear()
-        self._now = Iteration()
+        self.now = Iteration()
         return counted
 
     def _restart_if_abandoned(self) -> None:
@@ -613,9 +488,9 @@ class OffloadEngine:
         Detected when autograd has freed the saved tensors of a pass before its backward, while no
         other pass awaits backward.
         """
-        passes = self._now.passes
+        passes = self.now.passes
         if any(chunk.lacks_backward for chunk in passes) and not any(
             chunk.awaits_backward for chunk in passes
         ):
             logger.warning("an iteration ended before its backward pass; recording starts again")
-            self._clear_iteration()
+            self.clear_iteration()

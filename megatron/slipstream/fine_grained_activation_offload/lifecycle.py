@@ -125,7 +125,10 @@ class Lifecycle:
 
     @property
     def peak_drop(self) -> PeakDrop:
-        """The reduction of the device peak by the last plan; nothing before the first one."""
+        """The reduction of the device peak by the last plan; nothing before the first one.
+
+        See [Note: Freed is not saved] in ``plan.peak``.
+        """
         return PeakDrop(0, 0, {}) if self.last is None else self.planner.peak_drop(self.last.plan)
 
     def read_times(self) -> None:
@@ -152,6 +155,18 @@ class Lifecycle:
         """Drop all plans, so that the next iteration is recorded."""
         self.plans.clear()
         self.last = self.next = None
+
+    def change_target(self, target_memory_bytes: Optional[int]) -> None:
+        """Limit the device peak, drop all plans, and record the next iteration.
+
+        Call between iterations.
+
+        Args:
+            target_memory_bytes: The limit; None to move all that may.
+        """
+        options = replace(self.planner.options, target_memory_bytes=target_memory_bytes)
+        if not self.change_options(options):
+            self.drop_plans()
 
     def change_assignment(self, assignment: Assignment) -> None:
         """Follow only plans of this assignment, from the next pass on."""

@@ -99,6 +99,36 @@ def mark(tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
     return marked
 
 
+CHECKPOINT_INPUTS = "checkpoint_inputs"
+"""Name of the groups of tensors that checkpoints save."""
+
+
+def run_checkpoint(engine: Any, run: Callable[[], Any]) -> Any:
+    """Run a checkpoint; the tensors that it saves form a group if the engine moves them.
+
+    Args:
+        engine: An ``OffloadEngine``.
+        run: Calls an autograd function that runs part of the model without gradients and saves its
+            inputs.
+
+    Returns:
+        The result of ``run``.
+    """
+    if not engine.moves_checkpoint_inputs or engine.owner_of_marks() is not engine:
+        return run()
+    engine.start_group(CHECKPOINT_INPUTS)
+    # Without the flag: the modules inside save nothing, and must run as in the recomputation.
+    engine.regions.enter(engine.take_started(), engine, sets_flag=False)
+    try:
+        output = run()
+    finally:
+        engine.leave()
+    # Backward's first read comes when it reaches the checkpoint, so no mark is needed: [Note:
+    # Recomputation reads first].
+    engine.commit_group(CHECKPOINT_INPUTS)
+    return output
+
+
 class offload_group:
     """Context manager that groups the operations inside it, for models outside megatron-core.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,6 +23,9 @@ import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes, Stream
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
+from megatron.slipstream.plan.edges import Edge
+
+logger = logging.getLogger(__name__)
 
 NUM_SEGMENTS = 64
 """Number of sums per storage, so that bytes swapped between segments are detected."""
@@ -36,20 +40,8 @@ class ChecksumPoint(enum.Enum):
     READ = "on the stream of the backward operation that reads them"
 
 
-_BLAME = {
-    (ChecksumPoint.COMPUTED, ChecksumPoint.OFFLOADED): (
-        "the copy out read them before they were computed, or after their memory was reused: edge "
-        "E1 or E3"
-    ),
-    (ChecksumPoint.OFFLOADED, ChecksumPoint.RETURNED): (
-        "the host buffer was overwritten before its copy in, or the device memory during the copy "
-        "out: edge E2 or E3"
-    ),
-    (ChecksumPoint.RETURNED, ChecksumPoint.READ): (
-        "backward read them before their copy in was done, or something overwrote them since: edge "
-        "E5 or E4"
-    ),
-}
+_BLAME = ((Edge.E1, Edge.E3), (Edge.E2, Edge.E3), (Edge.E5, Edge.E4))
+"""The edges that may have failed if the sums of two successive points differ."""
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
@@ -88,6 +80,9 @@ class Verifier:
 
     def stop(self) -> None:
         """Stop verifying; other engines of the backend continue."""
+        logger.info(
+            "offload_verify: %d storages came back unchanged; verifying ends", self.num_verified
+        )
         others = _active.get(self._backend, weakref.WeakSet[Verifier]())
         others.discard(self)
         self._backend.poisons_dropped = bool(others)
@@ -124,12 +119,14 @@ class Verifier:
         sums[ChecksumPoint.READ] = checksum(data)
         finish()
         seen = [sums[sight].tolist() for sight in ChecksumPoint]
-        for (first, second), left, right in zip(_BLAME, seen, seen[1:], strict=False):
+        for edges, left, right in zip(_BLAME, seen, seen[1:], strict=False):
             if left != right:
+                names = " or ".join(edge.name for edge in edges)
+                faults = " ".join(f"{edge.name}: {edge.value.without}" for edge in edges)
                 raise RuntimeError(
                     f"offload_verify: {storage.nbytes} bytes that {storage.owner.describe()} saved "
-                    f"came back changed: {_BLAME[first, second]}. Please report this; until it is "
-                    "fixed, set fine_grained_activation_offloading=False"
+                    f"came back changed, for lack of edge {names} ({faults}) Please report this; "
+                    "until it is fixed, set fine_grained_activation_offloading=False"
                 )
         self.num_verified += 1
 

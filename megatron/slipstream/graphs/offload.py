@@ -123,9 +123,8 @@ class ChunkOffloading:
         engine = self._make_engine(min(self._num_verified, NUM_UNTIMED_RUNS))
         takes_time = engine.store.backend.takes_time
         num_runs = NUM_TIMED_RUNS if times_replays else NUM_RUNS_WITHOUT_REPLAYS
-        engine.lifecycle.tries_plans = (
-            False  # A replayed graph costs the host nothing for each group.
-        )
+        # A replayed graph costs the host nothing for each group.
+        engine.lifecycle.tries_plans = False
         self.host_bytes = self.moved_bytes = 0
         self._slots.clear()
 
@@ -246,7 +245,7 @@ class SlotOffloading:
                 yield
             assert self._memory is not None
             self._memory.tail.begin()  # First: releasing a group waits for its copies.
-            self._engine.release_all()
+            self._engine.store.release_all(self._engine.now.groups.values())
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -261,10 +260,10 @@ class SlotOffloading:
                     self._clock.note_step()
         finally:
             self.modules = self._engine.store.modules
-            self._engine.forget_pass()
+            self._engine.clear_iteration()
         self._num_left_to_verify -= 1
         if self._num_left_to_verify <= 0:
-            self._engine.stop_verifying()
+            self._engine.store.stop_verifying()
 
     @contextlib.contextmanager
     def _graph(self) -> Iterator[None]:

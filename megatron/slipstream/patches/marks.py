@@ -26,6 +26,7 @@ import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+from megatron.slipstream.fine_grained_activation_offload.markers import run_checkpoint
 
 
 def _engine() -> Optional[OffloadEngine]:
@@ -99,6 +100,6 @@ def run_in_a_group(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(*arguments: Any) -> Any:
         run = functools.partial(original, *arguments)
         engine = _engine()
-        return run() if engine is None else engine.run_checkpoint(run)
+        return run() if engine is None else run_checkpoint(engine, run)
 
     return apply

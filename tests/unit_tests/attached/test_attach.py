@@ -475,7 +475,7 @@ def test_an_evaluation_that_forgot_no_grad_is_no_endless_iteration() -> None:
     num_groups = []
     for index in range(100):
         output = model(micro_batch(index))  # the last one lives while the next one runs
-        num_groups.append(len(engine._now.groups))
+        num_groups.append(len(engine.now.groups))
     del output
     assert max(num_groups) <= 4 * 20
     one_backward_each(model, 0)

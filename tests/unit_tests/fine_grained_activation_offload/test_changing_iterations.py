@@ -191,7 +191,7 @@ def test_options_that_change_within_an_iteration_lose_none_of_its_steps() -> Non
 
     def changing(*arguments: Any, **options: Any) -> None:
         nonlocal fraction
-        fraction = 0.5 if manager.engine._now.num_steps else 1.0
+        fraction = 0.5 if manager.engine.now.num_steps else 1.0
         entering(*arguments, **options)
 
     manager.init_model_chunk_offload_handler = changing  # type: ignore[method-assign]

@@ -183,7 +183,7 @@ def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
         "in use bytes": manager.store.host_pool.in_use_bytes,
         "storages": sum(isinstance(item, SavedStorage) for item in objects),
         "tensors": sum(type(item) is torch.Tensor for item in objects),
-        "groups": len(manager.engine._now.groups),
+        "groups": len(manager.engine.now.groups),
         "addresses": len(manager.store._by_memory),
         "memory to keep": manager.store.copy_streams.keeps_memory,
     }

@@ -499,11 +499,11 @@ def test_all_that_is_being_copied_out_can_be_released_at_once(backend: str) -> N
     loss = chunk(x, manager).square().sum()
 
     def residences() -> set[Residence]:
-        groups = manager.engine._now.groups.values()
+        groups = manager.engine.now.groups.values()
         return {storage.residence for group in groups for storage in group.storages()}
 
     assert residences() == {Residence.OFFLOADING, Residence.HOST}
-    manager.engine.release_all()
+    manager.store.release_all(manager.engine.now.groups.values())
     assert residences() == {Residence.HOST}
     loss.backward()
     manager.reset()
@@ -601,9 +601,9 @@ def test_backward_of_an_iteration_that_has_ended_marks_nothing(backend: str) -> 
     manager.engine.mark_gradient(StepKind.BACKWARD_START, [late])
     manager.reset()
     output = chunk(micro_batch(1), manager)
-    num_steps = manager.engine._now.num_steps
+    num_steps = manager.engine.now.num_steps
     late.sum().backward()
-    assert manager.engine._now.num_steps == num_steps
+    assert manager.engine.now.num_steps == num_steps
     output.sum().backward()
     manager.reset()
 
@@ -617,9 +617,9 @@ def test_passes_without_groups_or_gradients_have_no_such_marks(backend: str) -> 
     doubled = weight * 2
     manager.engine.mark_gradient(StepKind.BACKWARD_START, [doubled])
     doubled.sum().backward()
-    assert manager.engine._now.num_steps == 0
+    assert manager.engine.now.num_steps == 0
     chunk(micro_batch(0), manager)
-    num_steps = manager.engine._now.num_steps
+    num_steps = manager.engine.now.num_steps
     assert num_steps > 0
     doubled = weight * 2
     with torch.no_grad():
@@ -627,7 +627,7 @@ def test_passes_without_groups_or_gradients_have_no_such_marks(backend: str) -> 
     manager.disable_offload()
     manager.engine.mark_gradient(StepKind.BACKWARD_START, [doubled])
     doubled.sum().backward()
-    assert manager.engine._now.num_steps == num_steps
+    assert manager.engine.now.num_steps == num_steps
 
 
 def test_an_iteration_that_graphs_replay_whole_moves_nothing_outside(backend: str) -> None:

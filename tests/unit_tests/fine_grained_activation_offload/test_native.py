@@ -33,8 +33,9 @@ from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan import selection
 from megatron.slipstream.plan.actions import ActionKind
 from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.model import IterationModel
 from megatron.slipstream.plan.staying import Staying, texts_of
-from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
+from megatron.slipstream.plan.trace import GroupKey, StepKind
 
 OUTPUT_MARKS = (StepKind.OUTPUT_START, StepKind.OUTPUT_END)
 BACKENDS = ["cpu, native", LAZY_NATIVE]
@@ -269,13 +270,15 @@ def acts_between_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     count_steps = selection._count_steps
 
-    def steps(trace: Trace, options: PolicyOptions) -> dict[GroupKey, tuple[int, int]]:
+    def steps(model: IterationModel, options: PolicyOptions) -> dict[GroupKey, tuple[int, int]]:
+        trace = model.trace
+
         def is_of_none(index: int) -> bool:
             return 0 <= index < len(trace.steps) and not trace.steps[index].is_of_group
 
         return {
             key: (free_step + is_of_none(free_step + 1), h2d_step - is_of_none(h2d_step - 1))
-            for key, (free_step, h2d_step) in count_steps(trace, options).items()
+            for key, (free_step, h2d_step) in count_steps(model, options).items()
         }
 
     monkeypatch.setattr(selection, "_count_steps", steps)
@@ -342,7 +345,7 @@ def test_marks_of_recomputed_layers_are_none_in_backward(
         y = checkpoint(chunk.layers_only, x, manager, use_reentrant=use_reentrant)
         chunk.layers_only(y, manager).sum().backward()
         if manager is not None:
-            assert manager.engine._now.plan is not None or num_plans == 0, "it has not departed"
+            assert manager.engine.now.plan is not None or num_plans == 0, "it has not departed"
             manager.reset()
         return [x.grad, *(p.grad for p in chunk.parameters())]  # type: ignore[list-item]
 
@@ -362,19 +365,19 @@ def test_gradients_mark_once_and_only_in_their_iteration() -> None:
     num_planned = len(manager.plan.trace.steps) if manager.plan is not None else 0
     x = torch.randn(7, WIDTH, requires_grad=True)
     output = chunk(x, manager)
-    assert manager.engine._now.steps is not None
+    assert manager.engine.now.steps is not None
     output.sum().backward(retain_graph=True)
-    assert manager.engine._now.num_steps == num_planned
+    assert manager.engine.now.num_steps == num_planned
     output.sum().backward(retain_graph=True)
-    assert manager.engine._now.num_steps == num_planned
-    assert manager.engine._now.steps is not None, "no mark has departed from the plan"
+    assert manager.engine.now.num_steps == num_planned
+    assert manager.engine.now.steps is not None, "no mark has departed from the plan"
     manager.reset()
     late = chunk(x, manager)
     manager.reset()
     running = chunk(x, manager)
-    num_steps = manager.engine._now.num_steps
+    num_steps = manager.engine.now.num_steps
     late.sum().backward()
-    assert manager.engine._now.num_steps == num_steps
+    assert manager.engine.now.num_steps == num_steps
     running.sum().backward()
     manager.reset()
 
@@ -388,7 +391,7 @@ def test_a_gradient_of_a_leaf_is_marked_in_python() -> None:
         output = chunk(x, manager)
         manager.engine.mark_gradient(StepKind.BACKWARD_START, [leaf])
         (output + leaf).sum().backward()
-        marks.append(manager.engine._now.num_steps)
+        marks.append(manager.engine.now.num_steps)
         manager.reset()
     assert marks == [4 * 4 + 1] * 4
 
@@ -436,8 +439,8 @@ def test_groups_that_stay_are_not_tracked() -> None:
     for _ in range(4):
         manager.init_model_chunk_offload_handler(0, None, 0, 1, activation_offload_fraction=0.5)
         output = chunk.layers_only(torch.randn(7, WIDTH, requires_grad=True), manager)
-        held = {key: bool(group.held) for key, group in manager.engine._now.groups.items()}
-        plan = manager.engine._now.plan
+        held = {key: bool(group.held) for key, group in manager.engine.now.groups.items()}
+        plan = manager.engine.now.plan
         output.sum().backward()
         manager.reset()
     assert plan is not None
@@ -459,7 +462,7 @@ def test_the_flag_is_set_in_tracked_regions_alone_and_is_what_it_was_afterwards(
     was, seen = False, set()
 
     def check(*_: Any) -> None:
-        plan, *_, key = manager.engine._now.plan, *manager.engine._now.groups
+        plan, *_, key = manager.engine.now.plan, *manager.engine.now.groups
         is_tracked = plan is None or plan.tracks(key)
         assert flag.is_set is ((is_tracked and not without) or was)
         seen.add((is_tracked, was))
@@ -523,11 +526,11 @@ def test_suspended_marks_do_nothing_in_the_middle_of_an_iteration() -> None:
         assert is_right(manager, SCHEDULES["accumulation"], [chunk])
     x, y = (torch.randn(7, WIDTH, requires_grad=True) for _ in range(2))
     first = chunk(x, manager)
-    num_steps = manager.engine._now.num_steps
+    num_steps = manager.engine.now.num_steps
     manager.disable_offload()
     second = chunk.layers_only(y, manager)
     manager.enable_offload()
-    assert manager.engine._now.num_steps == num_steps
+    assert manager.engine.now.num_steps == num_steps
     (first.sum() + second.sum()).backward()
     expected = [tensor.grad for tensor in (x, y)]
     for tensor in (x, y):

@@ -231,8 +231,8 @@ def test_looking_at_a_graph_is_no_use() -> None:
     with offload_group(manager, "up") as group:
         y = layers[0].down(x).exp()
     y = group.commit(y)
-    steps = manager.engine._now.num_steps
+    steps = manager.engine.now.num_steps
     assert y.grad_fn.next_functions[0][0]._saved_result is not None
-    assert manager.engine._now.num_steps == steps
+    assert manager.engine.now.num_steps == steps
     y.sum().backward()
     manager.reset()

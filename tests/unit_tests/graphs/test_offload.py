@@ -72,7 +72,7 @@ def test_a_pass_in_a_slot_moves_what_was_planned_and_nothing_else_changes(rig: R
             loss = rig.loss()
         counters = engine.store.modules.values()
         assert sum(module.d2h_bytes for module in counters) == moved_bytes
-        groups = engine._now.groups.values()
+        groups = engine.now.groups.values()
         storages = {storage for group in groups for storage in group.storages()}
         left = [storage for storage in storages if storage.residence is not Residence.DEVICE]
         assert {storage.residence for storage in left} == {Residence.HOST}
@@ -100,7 +100,7 @@ def test_an_allowed_overhead_is_predicted_from_times_until_the_plan_is_final(
 
     rig.make_engine = make_engine
     with rig.offloading.planning(rig.run, times_replays=False) as planned:
-        assert engines[0].is_settled
+        assert engines[0].lifecycle.is_settled
         planned.run()
         assert engines[0].report.tried == []
         assert engines[0].report.num_iterations == NUM_RUNS_WITHOUT_REPLAYS + 1
@@ -148,7 +148,7 @@ def test_the_tail_begins_before_groups_are_released_and_ends_before_host_memory_
         usual = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: (events.append(event), usual(*args))[-1])
 
-    note(engine, "release_all", "released")
+    note(engine.store, "release_all", "released")
     note(engine, "close", "closed")
     note(engine.store.backend, "wait_on_host", "host waits")
     with slot.forward():

@@ -12,7 +12,10 @@ from megatron.core.tensor_parallel import random as mcore_random
 from tiny_gpt import DENSE_MODULES, ModelCase, compare_on_ranks
 from toy_model import make_manager
 
-from megatron.slipstream.fine_grained_activation_offload.engine import CHECKPOINT_INPUTS
+from megatron.slipstream.fine_grained_activation_offload.markers import (
+    CHECKPOINT_INPUTS,
+    run_checkpoint,
+)
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
 
@@ -91,10 +94,10 @@ def test_a_checkpoint_inside_another_is_no_group_of_its_own() -> None:
 
     def outer() -> torch.Tensor:
         with torch.no_grad():  # as a checkpoint runs its part of the model
-            manager.engine.run_checkpoint(x.tanh)
+            run_checkpoint(manager.engine, x.tanh)
         return x.exp()
 
-    manager.engine.run_checkpoint(outer).sum().backward()
+    run_checkpoint(manager.engine, outer).sum().backward()
     manager.reset()
     plan = manager.plan
     assert [str(step) for step in plan.trace.steps] == [

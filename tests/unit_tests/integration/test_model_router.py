@@ -479,9 +479,9 @@ def test_suspending_leaves_no_model_to_cpp(router: Any) -> None:
     """C++ performs the steps of an iteration without asking whether offloading is suspended."""
     managers = router.manager_of(keep := Chunk()), router.manager_of(other := Chunk())
     for manager in managers:
-        manager.engine._now.steps = SimpleNamespace(leaves_out_marks=False)
+        manager.engine.now.steps = SimpleNamespace(leaves_out_marks=False)
     managers[0].disable_offload()
-    assert [manager.engine._now.steps for manager in managers] == [None, None]
+    assert [manager.engine.now.steps for manager in managers] == [None, None]
     del keep, other
 
 
@@ -523,7 +523,7 @@ def _calls(rank: int, world_size: int, port: int) -> None:
     engine = install.installed()
     assert len(engine.router._model_of) == 0, "a model without gradients needs no plan"
     num_passes: list[int] = []
-    moved.run(0, inside_loss=lambda: num_passes.append(len(engine.engine._now.passes)) or 0.0)
+    moved.run(0, inside_loss=lambda: num_passes.append(len(engine.engine.now.passes)) or 0.0)
     assert num_passes == [1, 2], "one pass for each micro-batch"
     moved.run(1)
     assert seen == ["checked"]

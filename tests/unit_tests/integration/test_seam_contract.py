@@ -242,7 +242,7 @@ def test_commits_are_delayed_while_a_graph_is_launched_and_keep_their_order(
 
 def test_what_models_say_when_a_pass_begins_arrives(manager: PipelineOffloadManager) -> None:
     _begin_pass()
-    (chunk,) = manager.engine._now.passes
+    (chunk,) = manager.engine.now.passes
     assert (chunk.vp_stage, chunk.min_offloaded_tensor_size) == (1, 7)
     options, defaults = manager.engine.options, defaults_of_later_options()
     for name in defaults.keys() & VALUES.keys():

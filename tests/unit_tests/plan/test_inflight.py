@@ -91,7 +91,7 @@ def test_the_iteration_before_the_first_plan_keeps_to_it(limit: int | None) -> N
         mark.on_group_commit_forward(name)
         leaving = Counter(
             group.name
-            for group in manager.engine._now.groups.values()
+            for group in manager.engine.now.groups.values()
             for storage in group.storages()
             if storage.residence is Residence.OFFLOADING
         )

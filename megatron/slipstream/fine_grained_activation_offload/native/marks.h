@@ -16,7 +16,7 @@ class Marks {
  public:
   // Starts a group whose input is `tensor`.
   static bool start(const py::object& engine, const py::object& tensor, const py::object& name) {
-    Iteration now(GET(engine, "_now"));
+    Iteration now(GET(engine, "now"));
     Pass* chunk_pass = current_pass(now);
     if (chunk_pass == nullptr || !is_torch_tensor(tensor)) return false;
     Store& store = *inside<Steps>(now.steps()).store;
@@ -42,7 +42,7 @@ class Marks {
 
   // Enters the region of the started group.
   static bool enter(const py::object& engine) {
-    const Iteration now(GET(engine, "_now"));
+    const Iteration now(GET(engine, "now"));
     if (current_pass(now) == nullptr || now.has_started()) return false;
     const Steps& steps = inside<Steps>(now.steps());
     return steps.store->started && Regions::enter(engine, steps);
@@ -51,7 +51,7 @@ class Marks {
   // Ends the group of that name at its output `tensor`, which it returns with the end mark.
   static py::object end(const py::object& engine, const py::object& tensor,
                         const py::object& name) {
-    Iteration now(GET(engine, "_now"));
+    Iteration now(GET(engine, "now"));
     Pass* chunk_pass = current_pass(now);
     if (chunk_pass == nullptr || !is_torch_tensor(tensor) ||
         PyObject_IsTrue(chunk_pass->given_up_by.ptr()) != 0) {
@@ -67,7 +67,7 @@ class Marks {
 
   // Called when forward reaches the output layer, or has computed it.
   static bool mark_output(const py::object& engine, const py::object& kind) {
-    Iteration now(GET(engine, "_now"));
+    Iteration now(GET(engine, "now"));
     Pass* chunk_pass = current_pass(now);
     if (chunk_pass == nullptr || chunk_pass->groups.empty()) return false;
     advance(engine, now, kind, place_of(*chunk_pass, kind));
@@ -77,7 +77,7 @@ class Marks {
   // Marks the point where backward first has the gradient of any of `tensors`, a list.
   static bool mark_gradient(const py::object& engine, const py::object& kind,
                             const py::object& tensors) {
-    const Iteration now(GET(engine, "_now"));
+    const Iteration now(GET(engine, "now"));
     Pass* chunk_pass = current_pass(now);
     if (chunk_pass == nullptr || chunk_pass->groups.empty() || !PyList_CheckExact(tensors.ptr())) {
       return false;
@@ -128,7 +128,7 @@ class Marks {
   static void reach(const py::object& engine, const std::shared_ptr<Group>& group, GroupState from,
                     GroupState to, const py::object& kind) {
     const HostTime time(HostTime::AUTOGRAD);
-    Iteration now(GET(engine, "_now"));
+    Iteration now(GET(engine, "now"));
     if (group->state != from || !is_current(now, *group)) return;
     group->move_to(to);
     advance(engine, now, kind, *group);
@@ -144,7 +144,7 @@ class Marks {
   // Called when backward has computed a marked gradient.
   static void come(const py::object& engine, const py::object& kind, Arrival& arrival) {
     const HostTime time(HostTime::AUTOGRAD);
-    Iteration now(GET(engine, "_now"));
+    Iteration now(GET(engine, "now"));
     if (std::exchange(arrival.is_over, true)) return;
     if (now.has_pass(arrival.place.chunk_pass, arrival.chunk_pass)) {
       advance(engine, now, kind, arrival.place);

@@ -197,7 +197,7 @@ class MemoryBudget:
         elif self._ranks.is_asked:
             self._look_again(relaxation)
         if self._batches.varies and engine.options.target_memory_bytes is not None:
-            engine.change_target(None)
+            engine.lifecycle.change_target(None)
         if self._frugal_stages:
             self._frugal_stages.clear()
             for chunk in self._chunks:
@@ -292,7 +292,7 @@ class MemoryBudget:
         """Give the layers their assignment, and record the coming iteration."""
         self._limits.now = limits
         target_bytes = None if self._batches.varies else relaxation.target_bytes(limits)
-        self._engine.change_target(target_bytes)
+        self._engine.lifecycle.change_target(target_bytes)
         layer_settings.apply(relaxation.assignment, self._chunks)
         if relaxation.is_settled:
             self._end(relaxation)

@@ -66,7 +66,7 @@ def call(
         failure = error
     try:
         tensors = tensors_in(inputs)
-        if not engine.has_begun:
+        if not engine.now.has_begun:
             raise failure  # The pass had not begun.
         if state is not None:
             reason = state.what_else_changed()

@@ -113,7 +113,9 @@ class LayerBoundaries:
             self._count_gradients()
             nbytes = reading[0] + self._absent - self._gradient_bytes
         if place is Place.LAYER:
-            self._groups[engine.pass_index, layer] = engine.num_groups
+            now = engine.now
+            num_groups = 0 if now.chunk is None else len(now.chunk.groups)
+            self._groups[len(now.passes) - 1, layer] = num_groups
         self._found.append(Boundary(place, chunk, layer, nbytes, max(self._peak, nbytes)))
         self._events.append(backend.timed_event(backend.current_stream()))
         self._peak = 0

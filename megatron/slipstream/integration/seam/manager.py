@@ -69,7 +69,7 @@ class PipelineOffloadManager:
     @property
     def is_settled(self) -> bool:
         """Whether all measurements for plans are done, and the last plan is final."""
-        return self.engine.is_settled
+        return self.engine.lifecycle.is_settled
 
     def finish_report(self) -> None:
         """Add the times of iterations that the device has finished to the report."""
@@ -130,7 +130,7 @@ class PipelineOffloadManager:
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
         """The reduction of the device peak by the latest plan in bytes, by module name."""
-        return self.engine.peak_drop_bytes
+        return self.engine.lifecycle.peak_drop.by_module
 
     @property
     def offload_summary_total_bytes(self) -> int:
@@ -175,7 +175,10 @@ class PipelineOffloadManager:
         self.flush_delayed_groups()
         self.graphs.close()
         engine = self.engine
-        if engine.lacks_groups and engine.wanted_modules and not self._has_warned_of_no_groups:
+        now = engine.now
+        is_bypassed = now.trial is not None or engine.are_marks_in_graphs or not self.do_offload
+        lacks_groups = now.has_begun and not now.num_steps and not is_bypassed
+        if lacks_groups and engine.wanted_modules and not self._has_warned_of_no_groups:
             self._has_warned_of_no_groups = True
             logger.warning(
                 "rank %d: nothing moves, because no group of offload_modules=%s ran; name modules "

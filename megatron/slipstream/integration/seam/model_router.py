@@ -125,7 +125,7 @@ class RoutedManager(PipelineOffloadManager):
         """End the iteration of the model that a schedule ran; called when the schedule ends."""
         for manager in self.router.ended_by_schedule(self):
             # The schedule of an evaluation, too, ends with a reset.
-            budget = manager.budget if manager.engine.has_begun else None
+            budget = manager.budget if manager.engine.now.has_begun else None
             if budget is not None:
                 budget.before_end()
             super(RoutedManager, manager).reset(**options)
@@ -357,7 +357,9 @@ class Router:
                 seam.OFFLOAD_MGR = manager
                 manager.engine.wanted_modules = tuple(chunk.config.offload_modules or ())
                 if budget is not None:
-                    budget.enter(chunk, tensors_in(inputs), is_first=not manager.engine.has_begun)
+                    budget.enter(
+                        chunk, tensors_in(inputs), is_first=not manager.engine.now.has_begun
+                    )
                 self.begins_pass = True
                 if hasattr(chunk, "preprocess_for_fine_grained_offloading"):
                     chunk.preprocess_for_fine_grained_offloading()
@@ -377,7 +379,7 @@ class Router:
 
     def note_call(self) -> None:
         """Record that a chunk is called, with or without gradients."""
-        self._steps_before = {manager: manager.engine.num_steps for manager in self.managers}
+        self._steps_before = {manager: manager.engine.now.num_steps for manager in self.managers}
 
     def ended_by_schedule(self, current: RoutedManager) -> list[RoutedManager]:
         """Return the engines whose iteration ends with the schedule that notified ``current``.
@@ -386,10 +388,10 @@ class Router:
         forward before it, so its model has passed marks since a chunk was last called. A model in
         the middle of its own iteration, whose loss or forward step runs the schedule, has not.
         """
-        under_way = [manager for manager in self.managers if manager.engine.num_steps > 0]
+        under_way = [manager for manager in self.managers if manager.engine.now.num_steps > 0]
         if not under_way:
             return [current]
-        return [m for m in under_way if m.engine.num_steps != self._steps_before.get(m, 0)]
+        return [m for m in under_way if m.engine.now.num_steps != self._steps_before.get(m, 0)]
 
     def close(self) -> None:
         """Free all host memory."""
