@@ -30,7 +30,6 @@ SCHEDULE = SCHEDULES["1F1B first of two"]
 NUM_ROUNDS = 2
 
 DEVICES = [
-    pytest.param("cpu", id="cpu"),
     pytest.param("cpu-lazy", id="cpu-lazy"),
     pytest.param(LAZY_NATIVE, id=LAZY_NATIVE),
     pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
@@ -199,7 +198,7 @@ def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
     return figures
 
 
-@pytest.mark.parametrize("backend", DEVICES[1:])
+@pytest.mark.parametrize("backend", DEVICES)
 def test_nothing_is_left_behind_over_many_faults(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,13 +58,11 @@ def test_inputs_of_checkpoints_move(case: ModelCase) -> None:
     assert result.freed_bytes == result.moved_bytes
 
 
-@pytest.mark.parametrize("shape", [(2, None), (2, 2)], ids=str)
-def test_inputs_of_checkpoints_move_in_pipelines(shape: tuple[int, Any]) -> None:
+def test_inputs_of_checkpoints_move_in_pipelines() -> None:
     """Stages send the outputs of checkpoints, which must not be views."""
-    pp, vpp = shape
-    case = ModelCase(num_layers=8, pp=pp, vpp=vpp, overrides=_full("uniform", 1))
-    results = compare_on_ranks(pp, case, ("core_attn",), "cpu-lazy", (4, 4, 4), OPTION)
-    assert [result.difference for result in results] == [None] * pp
+    case = ModelCase(num_layers=8, pp=2, vpp=2, overrides=_full("uniform", 1))
+    results = compare_on_ranks(2, case, ("core_attn",), "cpu-lazy", (4, 4, 4), OPTION)
+    assert [result.difference for result in results] == [None] * 2
     assert all(CHECKPOINT_INPUTS in result.moved_modules for result in results)
 
 

@@ -67,10 +67,8 @@ def case_of(**options: Any) -> ModelCase:
 
 
 LAYOUTS: dict[str, tuple[int, int, ModelCase]] = {
-    "2 ranks": (2, 1, case_of()),
     "2 ranks, static size 2": (2, 2, case_of(overrides={"context_parallel_size": 2})),
     "2 ranks, MoE": (2, 1, case_of(kind="moe", overrides=ROUTER)),
-    "2 ranks, 2 stages": (4, 1, case_of(pp=2)),
     "2 ranks, 2 stages, MLA": (4, 1, case_of(kind="mla", pp=2)),
     "4 ranks": (4, 1, case_of()),
 }

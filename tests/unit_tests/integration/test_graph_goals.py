@@ -116,7 +116,6 @@ def _follow(
 @pytest.mark.parametrize(
     "kind, goal, is_late",
     [
-        ("layers", "target", False),
         ("layers", "target", True),
         ("layers", "overhead", False),
         ("packed layers", "target", False),

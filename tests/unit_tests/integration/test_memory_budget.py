@@ -44,8 +44,8 @@ def _runs(case: ModelCase) -> dict[str, Run]:
     if case is DENSE:
         runs["room to spare"] = Run(case, 1.5)
         runs["nothing fits"] = Run(case, 0.05)
-        runs["late state"] = Run(case, 0.9, (2,) * 14, late=(11, 0.25))
         runs["evaluated"] = Run(case, 0.5, evaluated_sequences=8)
+        runs["late state"] = Run(case, 0.9, (2,) * 14, late=(11, 0.25))
         runs["other numbers"] = Run(case, 0.5, (2, 3, 1, 2) * 3)
         for name, lengths in LENGTHS.items():
             runs[name] = Run(case, 0.5, (2,) * len(lengths), lengths=lengths)

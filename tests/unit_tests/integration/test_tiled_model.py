@@ -162,8 +162,7 @@ def test_nothing_inside_is_larger_than_a_tile(kind: str, what: str) -> None:
     assert of_tile <= num_rows // 4
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("kind, native", [("dense", "off"), ("moe", "auto")])
 def test_with_the_engine_on_all_is_bitwise_the_same_and_inputs_of_mlps_move(
     kind: str, native: str
 ) -> None:
