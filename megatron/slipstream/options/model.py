@@ -46,7 +46,8 @@ def _offloading_with_graphs(facts: Any) -> bool:
     return _offloading(facts) and _graph_impl(facts) != "none"
 
 
-def _offloading_with_our_engine(facts: Any) -> bool:
+def offloads_with_our_engine(facts: Any) -> bool:
+    """Whether activations move, and Slipstream moves them; ``facts`` may be arguments."""
     return _offloading(facts) and facts.offload_engine == "slipstream"
 
 
@@ -146,7 +147,7 @@ def keeps_checkpoint_inputs(options: Any) -> bool:
 CHECKPOINT_RULES: tuple[Rule, ...] = (
     option_rule(
         "offload_checkpoint_inputs",
-        lambda f: _offloading_with_our_engine(f) and f.offload_checkpoint_inputs,
+        lambda f: offloads_with_our_engine(f) and f.offload_checkpoint_inputs,
         lambda f: f.recompute_granularity is not None or keeps_checkpoint_inputs(f),
         "offload_checkpoint_inputs=True is not supported without recomputation because no "
         "checkpoint keeps inputs then",
@@ -155,7 +156,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
     option_rule(
         "offload_checkpoint_inputs",
         lambda f: (
-            _offloading_with_our_engine(f)
+            offloads_with_our_engine(f)
             and f.offload_checkpoint_inputs
             and f.recompute_granularity is not None
         ),
@@ -225,7 +226,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         "leave it out for no limit",
         _offloading,
     ),
-    Condition("without cuda_graph_impl='transformer_engine'", _offloading_with_our_engine)(
+    Condition("without cuda_graph_impl='transformer_engine'", offloads_with_our_engine)(
         "delay_offload_until_cuda_graph",
         "there is no other graph to wait for",
         "set cuda_graph_impl='transformer_engine', or leave it out",
@@ -300,11 +301,11 @@ def check_model_options(options: Any) -> list[Finding]:
 
 
 def _in_graphs_of_layers(facts: Any) -> bool:
-    return moves_in_layer_graphs(facts) and _offloading_with_our_engine(facts)
+    return moves_in_layer_graphs(facts) and offloads_with_our_engine(facts)
 
 
 def _in_graphs_of_chunks(facts: Any) -> bool:
-    return facts.cuda_graph_granularity == "chunk" and _offloading_with_our_engine(facts)
+    return facts.cuda_graph_granularity == "chunk" and offloads_with_our_engine(facts)
 
 
 def _without_effect(

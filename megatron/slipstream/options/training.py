@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from megatron.slipstream.options.facts import DEFAULTS, Facts
+from megatron.slipstream.options.model import offloads_with_our_engine
 from megatron.slipstream.options.rules import (
     Condition,
     Predicate,
@@ -129,9 +130,8 @@ def _is_positive(value: Optional[int]) -> bool:
 
 
 def _writes_files(facts: Any) -> bool:
-    is_own = facts.fine_grained_activation_offloading and facts.offload_engine == "slipstream"
     of_engine = facts.offload_report_path or facts.offload_trace_path
-    return bool(facts.run_record_path or (is_own and of_engine))
+    return bool(facts.run_record_path or (offloads_with_our_engine(facts) and of_engine))
 
 
 MACHINE_RULES: tuple[Rule, ...] = (

@@ -27,7 +27,7 @@ from megatron.slipstream.options.budget import complete_arguments
 from megatron.slipstream.options.config_file import config_from_environment
 from megatron.slipstream.options.datasets import read_tokenizer
 from megatron.slipstream.options.fields import GROUPS
-from megatron.slipstream.options.model import MODULE_NAMES
+from megatron.slipstream.options.model import MODULE_NAMES, offloads_with_our_engine
 from megatron.slipstream.options.modules import own_modules
 from megatron.slipstream.options.rules import given_flags, nearest_flags
 from megatron.slipstream.patches import table
@@ -151,7 +151,7 @@ def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
         args = megatron_arguments.parse_args(add_arguments)
     complete_arguments(args)
     # Megatron requires a module, even to offload only the inputs of checkpoints.
-    is_own = args.fine_grained_activation_offloading and args.offload_engine == "slipstream"
+    is_own = offloads_with_our_engine(args)
     if is_own and args.offload_checkpoint_inputs:
         args.offload_modules = args.offload_modules or ["core_attn"]
     if is_own and own_modules(args):

@@ -40,6 +40,7 @@ from megatron.slipstream.launcher import (
     set_launcher_defaults,
 )
 from megatron.slipstream.options.fields import OffloadConfig
+from megatron.slipstream.options.model import offloads_with_our_engine
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.table import Feature
@@ -172,7 +173,7 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
     # Also with the engine off, so that the two can be compared.
     table.apply(Feature.FUSED_ROTATION, Feature.SYNC_FREE_DISPATCH)
     manager = None
-    if args.fine_grained_activation_offloading and config.offload_engine == "slipstream":
+    if offloads_with_our_engine(args):
         # RunFiles below writes the files, with the figures of all ranks.
         unwritten = replace(config, offload_report_path=None, offload_trace_path=None)
         manager = install.install(unwritten)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Optional
 import torch
 
 from megatron.slipstream.options.fields import DEFAULTS
-from megatron.slipstream.options.model import graphed_modules
+from megatron.slipstream.options.model import graphed_modules, offloads_with_our_engine
 from megatron.slipstream.options.rules import (
     Finding,
     Predicate,
@@ -132,10 +132,6 @@ def _lacks(option: str, when: Predicate, shown: str, because: str, cure: str) ->
     )
 
 
-def _offloads_without_rank(facts: Any) -> bool:
-    return facts.fine_grained_activation_offloading and not facts.models_pass_their_rank
-
-
 _NOT_BUILT = (
     "mtp_num_layers",
     "heterogeneous_layers_config_path",
@@ -162,7 +158,11 @@ def _not_built(name: str) -> Rule:
 RELEASE_RULES: tuple[Rule, ...] = (
     _lacks(
         "offload_modules",
-        lambda f: _offloads_without_rank(f) and "fused_group_mlp" in (f.offload_modules or ()),
+        lambda f: (
+            f.fine_grained_activation_offloading
+            and "fused_group_mlp" in (f.offload_modules or ())
+            and not f.models_pass_their_rank
+        ),
         "offload_modules=fused_group_mlp",
         "that release does not mark it",
         "leave it out",
@@ -170,9 +170,9 @@ RELEASE_RULES: tuple[Rule, ...] = (
     _lacks(
         "cuda_graph_impl",
         lambda f: (
-            _offloads_without_rank(f)
+            offloads_with_our_engine(f)
             and f.cuda_graph_impl == "local"
-            and f.offload_engine == "slipstream"
+            and not f.models_pass_their_rank
         ),
         "cuda_graph_impl=local with offloading",
         "that release supports offloading only with Transformer Engine's graphs",
