@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from model_options import VALID_MODEL
 
-from megatron.slipstream.launcher import num_local_ranks
 from megatron.slipstream.options.fields import OffloadConfig, parse_percent
 from megatron.slipstream.options.model import (
     MODULE_NAMES,
@@ -106,22 +105,6 @@ def test_a_message_shows_the_value_that_was_given() -> None:
     rule = option_rule("lr", always, lambda f: f.lr < 3, "lr={lr} is too large", "set 2")
     with pytest.raises(ValueError, match="lr=7 is too large; set 2"):
         require(check_rules([rule], SimpleNamespace(lr=7)))
-
-
-@pytest.mark.parametrize("text", ["many", "0", "-1", "1.5", ""], ids=repr)
-def test_a_launchers_number_of_processes_that_is_none_is_refused(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
-    with pytest.raises(ValueError, match=f"^LOCAL_WORLD_SIZE='{text}' is not supported .*; set it"):
-        num_local_ranks()
-
-
-def test_the_number_of_processes_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert num_local_ranks() == 8
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert num_local_ranks() == 1
 
 
 def test_options_that_are_not_known_yet_refuse_nothing() -> None:

@@ -71,7 +71,7 @@ def test_values_of_the_right_type_are_taken_as_they_are() -> None:
         ("RANK", "-1"),
         ("LOCAL_RANK", "1.5"),
         ("WORLD_SIZE", "0"),
-        ("LOCAL_WORLD_SIZE", "many"),
+        *(("LOCAL_WORLD_SIZE", text) for text in ("many", "0", "-1", "1.5", "")),
     ],
 )
 def test_a_variable_of_a_launcher_that_is_no_number_is_named(
@@ -88,6 +88,13 @@ def test_a_variable_of_a_launcher_that_is_no_number_is_named(
     if variable == "RANK":
         with pytest.raises(ValueError, match=message):
             launcher.rank()
+
+
+def test_the_number_of_processes_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert num_local_ranks() == 8
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert num_local_ranks() == 1
 
 
 @no_gpu
