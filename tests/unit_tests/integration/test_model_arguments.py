@@ -182,6 +182,7 @@ OF_HUB_MODELS = (
 )
 """What a Hugging Face configuration does not say, or says of all its models."""
 PUBLISHED_FLAGS = EXAMPLES / "flags/deepseek_v3_gb200.txt"
+QWEN_FLAGS = PUBLISHED_FLAGS.with_name("qwen3_235b_gb200.txt")
 TABLE_3 = {
     "--pipeline-model-parallel-size 8": "--pipeline-model-parallel-size 4",
     "--expert-model-parallel-size 32": "--expert-model-parallel-size 64",
@@ -280,6 +281,8 @@ def parse_all(rank: int, world_size: int, port: int) -> dict[str, Any]:
         found[name] = configured_by_flags([*OF_HUB_MODELS.split(), *flags_of(options)])
     command = split_command(read_flags(PUBLISHED_FLAGS))
     found["published"] = configured_by_flags(command.flags, 256)
+    qwen = split_command(read_flags(QWEN_FLAGS))
+    found["qwen"] = configured_by_flags(qwen.flags, 256)
     flags = " ".join(command.flags)
     for before, after in TABLE_3.items():
         assert before in flags
@@ -456,6 +459,13 @@ def test_the_published_memory_is_predicted(
     parsed: dict[str, Configured], name: str, rank: int, moving: bool, gb: float
 ) -> None:
     assert peak_gb(parsed[name], rank, moving) == pytest.approx(gb, rel=0.02)
+
+
+def test_the_flags_of_our_own_take_what_the_page_says(parsed: dict[str, Configured]) -> None:
+    """docs/user-guide/planning.md: NVIDIA published too little of Qwen3-235B to compare with."""
+    peaks = [peak_gb(parsed["qwen"], 0, moving) for moving in (False, True)]
+    assert peaks == pytest.approx([96.9, 84.3], abs=0.1)
+    assert state_bytes(parsed["qwen"].shape, 0) / 1e9 == pytest.approx(26.3, abs=0.1)
 
 
 @pytest.mark.parametrize("flags", OPTIMIZERS, ids=[flags.split()[-1] for flags in OPTIMIZERS])
