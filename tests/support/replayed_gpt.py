@@ -198,8 +198,13 @@ def layers_and_eager(
             graph_bytes=layers.graph_bytes,
             allocated_bytes=tuple(layers.allocated_bytes),
         )
+        # In either order. Graphs copy to memory of the engine, so none outlives it.
+        if engine is not None:
+            install.uninstall()
+            assert not any(layer.cuda_graphs for layer in layers.helper.flattened_callables)
+        memories = [memory for packed in layers.packed for memory in packed.sets]
         layers.helper.delete_cuda_graphs()
-    install.uninstall()
+        assert not any(memory.host_pool for memory in memories)
     return found
 
 

@@ -17,31 +17,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 
 from megatron.slipstream.graphs.offload import ChunkOffloading
 
-
-def _nothing() -> None:
-    pass
-
-
-def _no_state() -> Callable[[], None]:
-    return _nothing
-
-
-class Constants(Protocol):
-    """Tensors that the chunk caches, held as long as its graphs."""
-
-    def in_place(self) -> AbstractContextManager[None]:
-        """Make the chunk use the held tensors, and hold those that it creates."""
-
-
-class _NoConstants:
-    def in_place(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+Constants = Callable[[], AbstractContextManager[None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +40,8 @@ class Chunk:
         save_state: Called before the chunk runs for a capture. Returns a function that is called
             afterwards to restore the state that runs change, other than gradients.
         offloading: Offloads activations inside the graphs; None to keep them on the device.
-        make_constants: Called once for each capture.
+        hold_constants: Called once for each capture. Returns a function, held as long as the
+            graphs, whose context makes the chunk use the same tensors again that it caches.
         constant_arguments: Names of tensors among the arguments that have the same contents in all
             calls with the same shapes. Graphs read those of the call that they are captured with.
     """
@@ -66,11 +49,11 @@ class Chunk:
     name: str
     module: torch.nn.Module
     run: Callable[..., torch.Tensor]
-    before_replay: Callable[[], None] = _nothing
-    after_replay: Callable[[], None] = _nothing
-    save_state: Callable[[], Callable[[], None]] = _no_state
+    before_replay: Callable[[], None] = lambda: None
+    after_replay: Callable[[], None] = lambda: None
+    save_state: Callable[[], Callable[[], None]] = lambda: lambda: None
     offloading: Optional[ChunkOffloading] = None
-    make_constants: Callable[[], Constants] = _NoConstants
+    hold_constants: Callable[[], Constants] = lambda: contextlib.nullcontext
     constant_arguments: frozenset[str] = frozenset()
 
 

@@ -150,7 +150,7 @@ class SizeGraphs:
             ValueError: See :meth:`ChunkGraphs.begin_iteration`.
         """
         started = time.perf_counter()
-        self._constants = self.chunk.make_constants()
+        self._constants = self.chunk.hold_constants()
         parameters = CaptureParameters(self.chunk.name, self.chunk.module)
         self._arguments, self.memories = arguments, memories
         put_back = self.chunk.save_state()
@@ -229,7 +229,7 @@ class SizeGraphs:
     def _replaced(self, parameters: CaptureParameters) -> Iterator[None]:
         """Make the chunk use the capture's parameters and the held constants."""
         assert self._constants is not None
-        with parameters.in_place(), self._constants.in_place():
+        with parameters.in_place(), self._constants():
             yield
 
     def _run_once(self, slot: Slot, parameters: CaptureParameters) -> None:

@@ -39,14 +39,13 @@ from megatron.slipstream.graphs.bank import ChunkGraphs
 from megatron.slipstream.graphs.capture import CudaGraphs, EagerGraphs, GraphBackend
 from megatron.slipstream.graphs.chunk import Chunk
 from megatron.slipstream.graphs.offload import ChunkOffloading, share_of_host_memory
-from megatron.slipstream.integration.graphs.cp_sizes import DynamicSizes
+from megatron.slipstream.integration.graphs.cp_sizes import sizes_of
 from megatron.slipstream.integration.graphs.quantized_weights import (
     quantize_weights_in_every_pass,
     without_fp8_skip_flag,
 )
 from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables, constant_arguments
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
-from megatron.slipstream.integration.packed.context_parallel_groups import context_parallel_groups
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.integration.seam.model_router import installed, marks_go_to
 from megatron.slipstream.launcher import rank
@@ -147,23 +146,16 @@ def replay_chunks(
     replayed: list[ChunkGraphs] = []
     slots = chunk_slots(config)
     for index, (wrapper, num_slots) in enumerate(zip(chunks, slots, strict=True)):
-        make_chunk = partial(_chunk, wrapper, sum(slots))
-        of_size, sizes = _of_sizes(wrapper, f"model chunk {index}", make_chunk, limits)
+        model = get_attr_wrapped_model(wrapper, "decoder", return_model_obj=True)
+        sizes = sizes_of(model, limits)
+        of_size = {}
+        for size in sizes.sizes:
+            of = "" if size == ONE_SIZE else f", context-parallel size {size}"
+            of_size[size] = _chunk(wrapper, sum(slots), f"model chunk {index}{of}")
         graphs = ChunkGraphs(of_size, num_slots, num_warmup_iterations, backend, sizes)
         _replace_methods(wrapper, graphs)
         replayed.append(graphs)
     return replayed
-
-
-def _of_sizes(
-    wrapper: Any, name: str, make: Callable[[str], Chunk], limits: Optional[RankLimits]
-) -> tuple[dict[int, Chunk], Optional[DynamicSizes]]:
-    """Return the chunk for each context-parallel size, and the sizes if there are several."""
-    if limits is None:
-        return {ONE_SIZE: make(name)}, None
-    of_size = {size: make(f"{name}, context-parallel size {size}") for size in limits.sizes}
-    model = get_attr_wrapped_model(wrapper, "decoder", return_model_obj=True)
-    return of_size, DynamicSizes(model, limits, context_parallel_groups(limits))
 
 
 def graphs_of(block: torch.nn.Module) -> Optional[ChunkGraphs]:
@@ -249,7 +241,7 @@ def _chunk(wrapper: Any, num_slots: int, name: str) -> Chunk:
         after_replay=after_replay,
         save_state=partial(_save_state, block),
         offloading=_offloading(wrapper, num_slots, name),
-        make_constants=partial(RotaryTables, block),
+        hold_constants=lambda: RotaryTables(block).in_place,
         constant_arguments=constant_arguments(model),
     )
 

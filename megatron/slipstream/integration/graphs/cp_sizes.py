@@ -20,7 +20,21 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.graphs.bank import CpSizes
-from megatron.slipstream.integration.packed.context_parallel_groups import ContextParallelGroups
+from megatron.slipstream.integration.packed.context_parallel_groups import (
+    ContextParallelGroups,
+    context_parallel_groups,
+)
+
+
+def sizes_of(model: torch.nn.Module, limits: Optional[RankLimits]) -> CpSizes:
+    """Return the sizes of a model chunk's micro-batches.
+
+    With dynamic context parallelism it needs the process groups, a collective of all ranks.
+    """
+    if limits is None:
+        return CpSizes()
+    return DynamicSizes(model, limits, context_parallel_groups(limits))
+
 
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 

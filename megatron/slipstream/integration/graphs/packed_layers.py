@@ -50,7 +50,7 @@ from megatron.slipstream.graphs.static_arguments import (
     StaticArguments,
     TensorFacts,
 )
-from megatron.slipstream.integration.graphs.cp_sizes import DynamicSizes
+from megatron.slipstream.integration.graphs.cp_sizes import sizes_of
 from megatron.slipstream.integration.graphs.layers import (
     GraphedMixin,
     delete_graphs,
@@ -59,7 +59,6 @@ from megatron.slipstream.integration.graphs.layers import (
 )
 from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables, constant_arguments
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
-from megatron.slipstream.integration.packed.context_parallel_groups import context_parallel_groups
 from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.rules import require
@@ -147,8 +146,10 @@ class PackedLayers:
                 _capture(config, _of_chunks(helper))
         except BaseException:
             helper._graphs_created = True
-            helper.delete_cuda_graphs()
-            cuda_graphs._set_capture_end()
+            try:
+                helper.delete_cuda_graphs()
+            finally:
+                cuda_graphs._set_capture_end()
             raise
         helper._graphs_created = True
         helper._finish_capturing(start)
@@ -266,7 +267,7 @@ class PackedLayers:
             self._loaded.clear()
             self.size = self.sizes.size_of(options)
         graphs = self._graphs[self.size][layer]
-        number = layer.current_microbatch % len(graphs)  # as megatron-core chooses
+        number = _preferred(layer, len(graphs))
         if number != self.number:
             graphs = [*graphs]
             graphs[number] = graphs[self.number]
@@ -288,8 +289,8 @@ class PackedLayers:
         """
         if self.is_first(layer):
             self._taken = None
-            preferred = layer.current_microbatch % len(self.sets)
-            taken = self.sets.take(f"the layers of model chunk {self._stage}", preferred)
+            name = f"the layers of model chunk {self._stage}"
+            taken = self.sets.take(name, _preferred(layer, len(self.sets)))
             self._runs_eagerly = taken is None
             if taken is not None:
                 self.number, self._taken = taken
@@ -347,6 +348,11 @@ def _of_chunks(helper: Any) -> list[list[Any]]:
         [layer for layer in layers if (packed := _packed_of(layer)) and packed.has_learned(layer)]
         for layers in helper.callables_per_chunk
     ]
+
+
+def _preferred(layer: Any, num_sets: int) -> int:
+    """Return the number of the set that megatron-core's replay chooses."""
+    return int(getattr(layer, "current_microbatch", 0)) % num_sets
 
 
 def _packed_of(layer: Any) -> Optional[PackedLayers]:
@@ -437,10 +443,7 @@ def take_packed_sequences(
     undo: list[Callable[[], None]] = [functools.partial(patching.undo, user)]
     for chunk in chunks:
         model: Any = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-        sizes = CpSizes()
-        if limits is not None:
-            sizes = DynamicSizes(model, limits, context_parallel_groups(limits))
-        packed = PackedLayers(model, sizes)
+        packed = PackedLayers(model, sizes_of(model, limits))
         undo.append(undo_on(packed, PackedLayers.close))
         for layer in model.decoder.layers:
             if isinstance(layer, TransformerLayer) and _packed_of(layer) is None:
