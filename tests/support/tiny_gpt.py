@@ -9,7 +9,7 @@ import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, Optional, Union
 from unittest.mock import patch
 
 import pytest
@@ -170,7 +170,7 @@ def compare(
     offload: Optional[dict[str, Any]] = None,
     reads_memory: bool = False,
     keeps_gradients: bool = False,
-    without: Optional[Sequence[bytes]] = None,
+    without: Union[Sequence[bytes], Mapping[int, bytes], None] = None,
 ) -> Comparison:
     """Train ``case`` with the engine off and on; to be run on every rank.
 
@@ -186,7 +186,7 @@ def compare(
         reads_memory: Measure memory also on a CPU, as if it were the device. A GPU's is always
             measured.
         keeps_gradients: Whether the measured step starts with gradients of 0 rather than none.
-        without: Results of :func:`train_without` on each rank, with the engine off.
+        without: By rank, serialized results of :func:`switched_off`; None: train without.
     """
     from megatron.slipstream.integration import install
     from megatron.slipstream.options.fields import OffloadConfig
@@ -249,29 +249,30 @@ def compare_on_ranks(
     # Without the engine a backend only reads memory.
     reader = backend if reads_memory else "cpu"
     settings = (case, tuple(counts), reader, reads_memory, keeps_gradients)
-    return run_ranks(num_ranks, compare, *arguments, _without_on_ranks(num_ranks, *settings))
-
-
-_trained_without: dict[str, list[bytes]] = {}
-"""Last results of :func:`train_without` on each rank, by its arguments."""
-MAX_KEPT = 4
-
-
-def _without_on_ranks(num_ranks: int, *settings: Any) -> list[bytes]:
     key = repr((num_ranks, settings))
     if key not in _trained_without:
         while len(_trained_without) >= MAX_KEPT:
             del _trained_without[next(iter(_trained_without))]
-        _trained_without[key] = run_ranks(num_ranks, train_without, *settings)
-    return _trained_without[key]
+        both = run_ranks(num_ranks, compare_and_keep, arguments, settings)
+        _trained_without[key] = [without for _, without in both]
+        return [comparison for comparison, _ in both]
+    return run_ranks(num_ranks, compare, *arguments, _trained_without[key])
 
 
-def train_without(rank: int, world_size: int, port: int, case: ModelCase, *settings: Any) -> bytes:
-    """The result of :func:`switched_off`, serialized."""
-    initialize(case, rank, world_size, port)
+_trained_without: dict[str, list[bytes]] = {}
+"""Last results with the engine off on each rank, serialized, by what they depend on."""
+MAX_KEPT = 4
+
+
+def compare_and_keep(
+    rank: int, world_size: int, port: int, arguments: Sequence[Any], settings: Sequence[Any]
+) -> tuple[Comparison, bytes]:
+    """:func:`compare`, and the serialized result of :func:`switched_off` that it compares with."""
+    initialize(arguments[0], rank, world_size, port)
     file = io.BytesIO()
-    torch.save(switched_off(case, *settings), file)
-    return file.getvalue()
+    torch.save(switched_off(*settings), file)
+    without = {rank: file.getvalue()}
+    return compare(rank, world_size, port, *arguments, without), without[rank]
 
 
 _last_switched_off: dict[str, tuple[list[list[torch.Tensor]], int]] = {}
