@@ -78,13 +78,14 @@ def test_what_does_not_hide_is_said(small: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_every_pipeline_rank_is_planned(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert show("--hf-config", small, "--seq-length", 2048, "--pp", 2, "--state-gib", 3) == 0
+    arguments = ("--hf-config", small, "--seq-length", 2048, "--pp", 2, "--details")
+    assert show(*arguments, "--state-gib", 3) == 0
     shown = capsys.readouterr().out
     rows = [row_of(shown, str(rank)) for rank in range(2)]
     assert [row[:4] for row in rows] == [["0", "0-1", "2", "3.0 GiB"], ["1", "2-3", "1", "3.0 GiB"]]
     assert all(row[-1].endswith("%") and row[-2].endswith("ms") for row in rows)
     assert "Plan of pipeline rank 0" in shown
-    assert show("--hf-config", small, "--seq-length", 2048, "--pp", 2, "--rank", 1) == 0
+    assert show(*arguments, "--rank", 1) == 0
     shown = capsys.readouterr().out
     assert "Plan of pipeline rank 1" in shown
     assert not re.search(r"^0\s+0-1", shown, re.MULTILINE)
@@ -105,7 +106,7 @@ def test_gpus_and_host_memory_are_counted(
     of_host: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert show("--hf-config", small, "--seq-length", 8192, *arguments) == 0
+    assert show("--hf-config", small, "--seq-length", 8192, "--details", *arguments) == 0
     shown = capsys.readouterr().out
     plural = "s" if num_gpus > 1 else ""
     assert shown.startswith("config.json (llama): the highest peak falls from ")
@@ -119,6 +120,19 @@ def test_gpus_and_host_memory_are_counted(
     assert of_node == pytest.approx(of_rank * of_host, rel=0.05)
     assert int(line[3]) == of_host
     assert f"{line[1]} of this rank in use at most" in shown
+
+
+def test_the_plan_of_a_rank_is_shown_on_request(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--hf-config", small, "--seq-length", 2048)
+    assert show(*arguments) == 0
+    shown = capsys.readouterr().out
+    assert "Plan of pipeline rank" not in shown
+    assert "--details shows every group" in shown
+    for more in (("--max-overhead", 1), ("--output", tmp_path / "plan.json"), ("--details",)):
+        assert show(*arguments, *more) == 0
+        assert "Plan of pipeline rank 0" in capsys.readouterr().out
 
 
 def test_experts_alone_decide_the_fewest_gpus(capsys: pytest.CaptureFixture[str]) -> None:

@@ -282,7 +282,7 @@ def test_what_takes_long_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch)
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
-    assert show("--pp", "2") == 0
+    assert show("--pp", "2", "--details") == 0
     for stage in ("reading the configuration", "planning pipeline ranks", "proving the plan safe"):
         assert stage in shown.getvalue()
 

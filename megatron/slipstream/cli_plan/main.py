@@ -291,11 +291,14 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
             "--details shows the modules that it has.\n"
         )
         return 0
-    sys.stdout.write(f"\nPlan of pipeline rank {shown.pp_rank}\n")
-    _show(shown.plan, shown.simulation, GRID_ROWS if options.details else 0)
+    has_goal = policy.target_memory_bytes is not None or policy.max_overhead_percent is not None
+    if options.details or has_goal or options.output or options.timeline:
+        sys.stdout.write(f"\nPlan of pipeline rank {shown.pp_rank}\n")
+        _show(shown.plan, shown.simulation, GRID_ROWS if options.details else 0)
+    else:
+        sys.stdout.write(f"{DETAILS_HINT}\n")
     budgets = partial(sweep_budgets, finder_for(configured, speed, options))
     _write(shown.plan, shown.simulation, budgets, options)
-    has_goal = policy.target_memory_bytes is not None or policy.max_overhead_percent is not None
     if not (options.frontier or has_goal):
         sys.stdout.write(
             "--frontier FILE.png plots memory against time; --max-overhead 1 moves what hides; "
