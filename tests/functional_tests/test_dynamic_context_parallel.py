@@ -404,6 +404,7 @@ def check_layers(
     for found in ranks:
         print(found.graph_bytes)
         assert found.difference is None
+        assert not found.were_too_few
         assert (found.moved_bytes > 0) == bool(offload_modules)
         half = found.allocated_bytes[len(found.allocated_bytes) // 2 :]
         assert max(half) - min(half) <= FLAT_BYTES

@@ -103,6 +103,7 @@ def check(
     results = run_ranks(num_ranks, compare_layers, case, scope, counts, offload_modules, backend)
     for result in results:
         assert result.difference is None
+        assert not result.were_too_few
         assert (result.moved_bytes > 0) == bool(offload_modules)
         assert result.num_host_pools == (result.num_sets if offload_modules else 0)
         assert result.num_poisoned == (sum(counts[1:]) if case.pp == 1 else 0)
@@ -158,6 +159,7 @@ def test_a_schedule_with_more_micro_batches_in_flight_than_sets(modules: Sequenc
     case, scope = case_of("dense", ON_CPU, pp=2)
     results = run_ranks(2, _with_one_set, case, scope, (4, 2, 6), modules, "cpu-lazy")
     assert [(result.difference, result.num_sets) for result in results] == [(None, 1)] * 2
+    assert [result.were_too_few for result in results] == [True, False]
 
 
 @pytest.mark.parametrize("name", FIFTY)
@@ -196,6 +198,7 @@ def test_sizes_change(name: str) -> None:
     arguments = (setting, scope, random_sizes((1, 2), 6, most=3), modules, "cpu-lazy")
     for found in run_ranks(num_ranks, compare_layer_bank, *arguments):
         assert found.difference is None
+        assert not found.were_too_few
         assert (found.moved_bytes > 0) == bool(modules)
 
 

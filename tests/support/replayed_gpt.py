@@ -130,6 +130,8 @@ class LayersReplayed:
     """The first difference between training with and without graphs; None if equal."""
     num_sets: int
     """Sets of graphs of all model chunks."""
+    were_too_few: bool
+    """Whether a micro-batch ran eagerly because it found all sets in use."""
     num_host_pools: int
     """Pools of host memory of all graphs."""
     moved_bytes: int
@@ -191,6 +193,7 @@ def layers_and_eager(
         found = LayersReplayed(
             difference=first_difference(expected, actual),
             num_sets=sum(len(packed.sets) for packed in layers.packed),
+            were_too_few=any(packed.sets.were_too_few for packed in layers.packed),
             num_host_pools=0 if engine is None else len(engine.graphs.pools),
             moved_bytes=moved_by_graphs(engine),
             reported_bytes=sum(item.d2h_bytes for item in reported),

@@ -232,7 +232,8 @@ class SlotAllocation:
 class SlotMemories(tuple[SlotMemory, ...]):
     """The slot memories of a model chunk: one for each micro-batch in flight."""
 
-    _has_warned = False
+    were_too_few = False
+    """Whether a micro-batch has found all in use."""
 
     @classmethod
     def of(cls, backend: GraphBackend, count: int) -> SlotMemories:
@@ -257,8 +258,8 @@ class SlotMemories(tuple[SlotMemory, ...]):
         for number in (preferred, *range(len(self))):
             if self[number].is_free:
                 return number, SlotAllocation(self[number])
-        if not self._has_warned:
-            self._has_warned = True
+        if not self.were_too_few:
+            self.were_too_few = True
             logger.warning(
                 "more than %d micro-batches of %s are in flight at the same time, so some of them "
                 "run without CUDA graphs, with the same result but slower; check whether the "
