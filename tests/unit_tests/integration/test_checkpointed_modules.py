@@ -12,7 +12,7 @@ from model_case import ModelCase
 from ranks import run_ranks
 from tiny_gpt import build_chunks, initialize, make_config, train
 
-from megatron.slipstream.fine_grained_activation_offload.engine import CHECKPOINT_INPUTS
+from megatron.slipstream.fine_grained_activation_offload.markers import CHECKPOINT_INPUTS
 from megatron.slipstream.integration import install
 from megatron.slipstream.options import rules
 from megatron.slipstream.options.fields import OffloadConfig

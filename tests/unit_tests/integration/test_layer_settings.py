@@ -25,7 +25,7 @@ from tiny_gpt import (
     use_gpu,
 )
 
-from megatron.slipstream.fine_grained_activation_offload.engine import CHECKPOINT_INPUTS
+from megatron.slipstream.fine_grained_activation_offload.markers import CHECKPOINT_INPUTS
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.layers.layer_settings import LayerOptions, apply, layers_of
 from megatron.slipstream.options.fields import OffloadConfig

@@ -28,7 +28,7 @@ from tiny_gpt import compare_on_ranks, run_step, skip_without_model, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.slipstream import TileOptions, tiles_of, with_tiles
-from megatron.slipstream.fine_grained_activation_offload.engine import CHECKPOINT_INPUTS
+from megatron.slipstream.fine_grained_activation_offload.markers import CHECKPOINT_INPUTS
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 from megatron.slipstream.options.fields import OffloadConfig
