@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -203,6 +204,11 @@ def equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 def counters(attached: Attached) -> dict[str, ModuleCounters]:
     """The counters of the last iteration by label."""
     return attached.report().ranks[0].modules
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was warned of."""
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
 
 
 def has_own_hooks() -> bool:

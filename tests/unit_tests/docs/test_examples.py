@@ -23,7 +23,7 @@ from forked import run_script
 from megatron.slipstream import cli
 
 RUN_ELSEWHERE = {
-    "docs/user-guide/any-pytorch-model.md": "tests/unit_tests/attached/test_attach_docs.py",
+    "docs/user-guide/any-pytorch-model.md": "tests/unit_tests/attached/test_attach_messages.py",
     "docs/user-guide/frameworks/megatron-bridge.md": "tests/frameworks/test_megatron_bridge.py",
 }
 """Pages whose Python needs more than a namespace, and the test that runs it."""

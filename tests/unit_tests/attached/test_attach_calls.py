@@ -1,13 +1,19 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""An attached model in several threads: one trains, and the others do not affect it."""
+"""An attached model is suspended, detached, copied, and runs in several threads."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
+import io
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, Optional
 
 import pytest
@@ -16,8 +22,11 @@ from attached_models import (
     BACKENDS,
     LAZY,
     Decoder,
+    Layer,
+    attach_to,
     counters,
     equal,
+    gradients,
     has_own_hooks,
     loss_of,
     make,
@@ -26,8 +35,188 @@ from attached_models import (
     one_backward_each,
     train,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 
 TIMEOUT_S = 60
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks_are_left() -> Any:
+    yield
+    assert not has_own_hooks()
+
+
+class ChangesResult(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x).exp()
+        y.detach().add_(1)
+        return y
+
+
+class ChangesWeight(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        with torch.no_grad():
+            self.mlp[0].weight.add_(1)
+        return y
+
+
+@pytest.mark.parametrize("changes", [ChangesResult, ChangesWeight])
+@pytest.mark.parametrize("size", [1, 1 << 20], ids=["moved", "kept"])
+@pytest.mark.parametrize("patterns", [None, "layers.*", "embedding"], ids=str)
+def test_a_saved_tensor_may_not_be_changed_in_place(
+    patterns: Any, size: int, changes: type[Layer]
+) -> None:
+    """As without hooks, which disable this check of autograd, in regions and outside of them."""
+    model = make(Decoder, patterns, LAZY, min_offloaded_tensor_size=size)
+    for layer in model.layers:
+        layer.__class__ = changes
+    with pytest.raises(RuntimeError, match="in-?place operation"):
+        loss_of(model, 0).backward()
+
+
+def test_a_pass_without_backward_leaves_nothing_behind() -> None:
+    """Even for a result that its own operation saves."""
+
+    class Ends(Decoder):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            result = super().forward(ids).exp()
+            results.append(StorageWeakRef(result.untyped_storage()))
+            return result
+
+    results: list[StorageWeakRef] = []
+    model = make(Ends, "layers.*")
+    for _ in range(3):
+        model(micro_batch(0))
+    assert all(result.expired() for result in results)
+
+
+def test_nothing_moves_while_suspended() -> None:
+    expected = train(make(Decoder), one_backward_each)
+    model, attached = make_attached(Decoder, "layers.*", LAZY)
+    with attached.suspended():
+        assert equal(train(model, one_backward_each), expected)
+    assert attached.report().ranks[0].num_iterations == 0
+    one_backward_each(model, 0)
+    assert attached.report().ranks[0].num_iterations == 2
+
+
+def test_what_has_moved_comes_back_after_suspending_and_detaching(backend: str) -> None:
+    plain = make(Decoder)
+    model, attached = make_attached(Decoder, "layers.*", backend)
+    for ending in ("suspend", "detach"):
+        for each in (plain, model):
+            each.zero_grad()
+            torch.manual_seed(1)
+            loss = loss_of(each, 0)
+            if each is model and ending == "suspend":
+                with attached.suspended():
+                    loss.backward()
+            elif each is model:
+                attached.detach()
+                attached.detach()
+                assert attached.engine.store.host_pool.in_use_bytes > 0
+                loss.backward()
+            else:
+                loss.backward()
+        assert equal(gradients(model), gradients(plain))
+    pool = attached.engine.store.host_pool
+    assert (pool.in_use_bytes, pool.allocated_bytes) == (0, 0)
+    assert all(not module._forward_hooks for module in model.modules())
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_context_detaches() -> None:
+    model = make(Decoder)
+    with attach_to(model, "layers.*") as attached:
+        one_backward_each(model, 0)
+    one_backward_each(model, 1)
+    assert attached.report().ranks[0].num_iterations == 2
+    assert attached.engine.store.host_pool.allocated_bytes == 0
+
+
+def test_a_trace_for_the_planner(tmp_path: Path) -> None:
+    from megatron.slipstream.plan.files import load_trace
+
+    model, attached = make_attached(Decoder, "layers.*")
+    path = tmp_path / "trace.json"
+    with pytest.raises(RuntimeError, match="no iteration has been recorded"):
+        attached.save_trace(str(path))
+    one_backward_each(model, 0)
+    attached.save_trace(str(path))
+    assert {group.name for group in load_trace(str(path)).groups} == {"layers.*"}
+
+
+def test_a_model_and_its_engine_go_without_the_garbage_collector() -> None:
+    """Removing them frees host memory, which is scarce."""
+    model, attached = make_attached(partial(Decoder, checkpointing=False), ["layers.*", "head"])
+    train(model, one_backward_each)
+    references = [weakref.ref(model), weakref.ref(attached.engine)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model, attached
+        assert [reference() for reference in references] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_the_model_is_not_attached(how: str) -> None:
+    model, attached = make_attached(Decoder, "layers.*")
+    one_backward_each(model, 0)
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        stream = io.BytesIO()
+        torch.save(model, stream)
+        stream.seek(0)
+        other = torch.load(stream, weights_only=False)
+    before = attached.report().ranks[0].num_iterations
+    for each in (model, other):
+        each.zero_grad()
+    assert equal(train(other, one_backward_each), train(model, one_backward_each))
+    assert attached.report().ranks[0].num_iterations == before + 8, "of the model itself"
+    assert torch.equal(other.head.weight, model.head.weight)
+
+
+def test_replicas_in_threads_are_refused() -> None:
+    model = make(Decoder, "layers.*")
+    replica = model._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match="DataParallel.*use DistributedDataParallel"):
+        replica(micro_batch(0))
+
+
+def test_two_models_share_nothing() -> None:
+    first, attached = make_attached(Decoder, "layers.*", LAZY)
+    second, other = make_attached(Decoder, "layers.*.mlp", LAZY)
+
+    def step(model: torch.nn.Module, iteration: int) -> list[torch.Tensor]:
+        teacher = loss_of(second, 50)
+        losses = one_backward_each(model, iteration)
+        teacher.backward()
+        return losses
+
+    def plain_step(model: torch.nn.Module, iteration: int) -> list[torch.Tensor]:
+        loss_of(plain_second, 50).backward()
+        return one_backward_each(model, iteration)
+
+    plain_second = make(Decoder)
+    plain_second.load_state_dict(second.state_dict())
+    torch.manual_seed(0)
+    expected = train(make(Decoder), plain_step)
+    second.zero_grad()
+    assert equal(train(first, step), expected)
+    assert equal(gradients(second), gradients(plain_second))
+    assert attached.report().ranks[0].num_plans == other.report().ranks[0].num_plans == 1
+
+
+# --- threads --------------------------------------------------------------------------------------
 
 
 class Other:
@@ -101,13 +290,6 @@ def plain(model: Any, iteration: int) -> list[torch.Tensor]:
     return [loss]
 
 
-@pytest.fixture(autouse=True)
-def _no_hooks_are_left() -> Any:
-    yield
-    assert not has_own_hooks()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_one_thread_evaluates_while_another_trains(
     backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,7 +386,6 @@ def in_a_thread(run: Callable[[], Any]) -> None:
     thread.join(TIMEOUT_S)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_threads_may_train_in_turn(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = train(make(Decoder), one_backward_each)
     model, attached = make_attached(Decoder, "layers.*", backend)
