@@ -62,6 +62,8 @@ class Run:
     evaluated_sequences: int = 0
     """The model is evaluated with so many per micro-batch before the first step and after each; 0:
     not at all."""
+    has_gradients: bool = False
+    """Whether gradients are enabled in evaluations."""
 
 
 @dataclass
@@ -145,7 +147,7 @@ def _train(rank: int, run: Run) -> Budgeted:
             steps = _noted(steps, manager, result, resident)
             if run.evaluated_sequences:
                 evaluated = replace(case, micro_batch_size=run.evaluated_sequences)
-                steps = _evaluated(steps, evaluated, config, chunks)
+                steps = _evaluated(steps, evaluated, config, chunks, run.has_gradients)
             if run.late is not None:
                 steps = _with_late_state(steps, run.late[0], int(run.late[1] * activations))
             try:
@@ -171,12 +173,16 @@ def heard(warnings: list[str]) -> Iterator[None]:
 
 
 def _evaluated(
-    steps: Iterator[list[torch.Tensor]], case: ModelCase, config: Any, chunks: Sequence[Any]
+    steps: Iterator[list[torch.Tensor]],
+    case: ModelCase,
+    config: Any,
+    chunks: Sequence[Any],
+    has_gradients: bool,
 ) -> Iterator[list[torch.Tensor]]:
     def evaluate() -> None:
         # megatron-core keeps one buffer of each kind, of the largest size that was asked for.
         memory_buffer = parallel_state.get_global_memory_buffer()
-        with torch.no_grad(), patch.object(memory_buffer, "buffer", {}):
+        with torch.set_grad_enabled(has_gradients), patch.object(memory_buffer, "buffer", {}):
             tiny_gpt.run_step(case, config, chunks, 0, 2, True)
 
     evaluate()

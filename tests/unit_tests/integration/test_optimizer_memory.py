@@ -15,7 +15,7 @@ from megatron.training import global_vars
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.host_limit import SharedHostLimit
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
-from megatron.slipstream.integration.budget.optimizer_memory import optimizer_host_bytes
+from megatron.slipstream.integration.budget.device_limits import optimizer_host_bytes
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -28,6 +27,10 @@ class MicroBatches:
         self._sizes: dict[int, float] = {}
         """For each virtual stage, the largest that is known."""
         self._num_in_flight = self._most_in_flight = 0
+        self._sees_more = False
+        """Whether more are in flight in this iteration than known."""
+        self.has_backward = False
+        """Whether the gradient of an output has come in this iteration."""
         self._iteration = 0
 
     @property
@@ -35,14 +38,16 @@ class MicroBatches:
         """The most in flight for which settings were chosen."""
         return self._most_in_flight
 
-    def forget(self) -> None:
-        """Forget how many were in flight: all is measured again."""
-        self._most_in_flight, self.are_more = 0, False
-
     def begin(self) -> None:
         """Begin an iteration."""
         self.largest_share, self._num_in_flight = 0.0, 0
+        self._sees_more = self.has_backward = False
         self._iteration += 1
+
+    def end(self, is_trained: bool) -> None:
+        """End it; unless it had a backward, what was seen in it says nothing."""
+        self.are_more |= self._sees_more and is_trained
+        self.largest_share *= is_trained
 
     def enlarge(self, factor: float) -> None:
         """Note that settings are chosen for larger ones from now on."""
@@ -73,7 +78,7 @@ class MicroBatches:
         if is_measured:
             self._most_in_flight = max(self._most_in_flight, number)
         is_more = number > self._most_in_flight
-        self.are_more |= is_more
+        self._sees_more |= is_more
         return is_more
 
     def launched(self, output: Any) -> None:
@@ -81,12 +86,33 @@ class MicroBatches:
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if tensors:
             self._num_in_flight += 1
-            tensors[0].register_hook(partial(_land, weakref.ref(self), self._iteration))
+            tensors[0].register_hook(_InFlight(self, self._iteration))
 
-    def land(self, iteration: int) -> None:
-        """Note that backward of a pass begins."""
+    def land(self, iteration: int, by_backward: bool) -> None:
+        """Note that backward of a pass begins, or that it has none."""
         if iteration == self._iteration:
             self._num_in_flight -= 1
+            self.has_backward |= by_backward
+
+
+class _InFlight:
+    """A pass in flight. Autograd's graph owns it, and may be freed without a backward."""
+
+    def __init__(self, batches: MicroBatches, iteration: int) -> None:
+        self._batches = weakref.ref(batches)
+        self._iteration: Optional[int] = iteration
+
+    def __call__(self, _: torch.Tensor) -> None:
+        self._end(by_backward=True)
+
+    def __del__(self) -> None:
+        self._end(by_backward=False)
+
+    def _end(self, by_backward: bool) -> None:
+        batches, iteration = self._batches(), self._iteration
+        self._iteration = None
+        if batches is not None and iteration is not None:
+            batches.land(iteration, by_backward)
 
 
 def size_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[float]:
@@ -125,12 +151,6 @@ def shape_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[tuple[int,
     if isinstance(received, torch.Tensor):
         return received.shape[0], received.shape[1]
     return None
-
-
-def _land(me: weakref.ref[MicroBatches], iteration: int, _: torch.Tensor) -> None:
-    batches = me()
-    if batches is not None:
-        batches.land(iteration)
 
 
 def _has_scores(chunk: Any) -> bool:

@@ -1,14 +1,21 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What an iteration within a budget may use of the device."""
+"""What an iteration within a budget may use of the device, and of the host beside an optimizer.
+
+[Note: An optimizer on the host]
+megatron-core's ``HybridDeviceOptimizer`` (``optimizer_cpu_offload``) pins copies of its parameters
+when it is built, and gradients and Adam's two moments in its first step, after the limit on the
+engine's host memory has been read.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Optional, Union
+from typing import Any, Literal, Optional, Union
 
 import torch
+from megatron.core import parallel_state
 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.integration.budget.stage_ranks import StageRanks
@@ -18,6 +25,8 @@ from megatron.slipstream.plan.relaxation import Limits
 MARGIN = 0.05
 """Share of the obtainable device memory that 'auto' leaves: the allocator reserves more than it
 allocates."""
+BYTES_PER_PARAMETER = 12
+"""Gradient and two moments in FP32. The copies of parameters exist before the first iteration."""
 Budget = Union[float, Literal["auto"]]
 
 
@@ -117,3 +126,33 @@ def _absent_gradient_bytes(chunks: Sequence[torch.nn.Module]) -> int:
         and parameter.grad is None
         and getattr(parameter, "main_grad", None) is None
     )
+
+
+def optimizer_host_bytes(chunks: Sequence[torch.nn.Module]) -> int:
+    """Return the host bytes that an optimizer's first step will allocate on this rank.
+
+    See [Note: An optimizer on the host].
+
+    Args:
+        chunks: The model's chunks. Their script is megatron's, or nothing is known: 0.
+    """
+    from megatron.training import global_vars
+
+    args: Any = global_vars._GLOBAL_ARGS
+    if args is None or not getattr(args, "optimizer_cpu_offload", False):
+        return 0
+    is_sharded = bool(getattr(args, "use_distributed_optimizer", False))
+    count = sum(
+        parameter.numel() / (_num_shards(parameter) if is_sharded else 1)
+        for chunk in chunks
+        for parameter in chunk.parameters()
+        if parameter.requires_grad
+    )
+    return int(count * BYTES_PER_PARAMETER * float(args.optimizer_offload_fraction))
+
+
+def _num_shards(parameter: Any) -> int:
+    """Return over how many ranks the distributed optimizer divides a parameter's state."""
+    if getattr(parameter, "allreduce", True):
+        return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    return int(parallel_state.get_expert_data_parallel_world_size())

@@ -8,8 +8,9 @@ device peak; after it, what was measured is added.
 
 [Note: After a budget has settled]
 Settings are chosen again if they may not fit any more: device memory has run out in a forward, so
-that less is there than was assumed; with 'auto', an optimizer's state has appeared late; more
-micro-batches are in flight than before, for which all is measured again.
+that less is there than was assumed; or, with 'auto', an optimizer's state has appeared late. All is
+measured again if more micro-batches are in flight than before, or if none has fitted for some
+iterations, since all are larger.
 """
 
 from __future__ import annotations
@@ -25,18 +26,24 @@ from megatron.slipstream.fine_grained_activation_offload.engine_setup import hos
 from megatron.slipstream.fine_grained_activation_offload.report import LayerReport, RankReport
 from megatron.slipstream.integration.budget import rescue
 from megatron.slipstream.integration.budget.batch_sizes import MicroBatches, shape_of, size_of
-from megatron.slipstream.integration.budget.device_limits import Budget, DeviceLimits
+from megatron.slipstream.integration.budget.device_limits import (
+    Budget,
+    DeviceLimits,
+    optimizer_host_bytes,
+)
 from megatron.slipstream.integration.budget.messages import Messages
-from megatron.slipstream.integration.budget.optimizer_memory import optimizer_host_bytes
 from megatron.slipstream.integration.budget.stage_ranks import Lack, StageRanks, check_model
 from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.integration.layers.layer_boundaries import LayerBoundaries
+from megatron.slipstream.integration.seam.model_router import stage_of
 from megatron.slipstream.plan.layer_visits import Place, RankLayer
 from megatron.slipstream.plan.relaxation import Limits, NothingFitsError, Relaxation, Stage
 from megatron.slipstream.plan.settings import describe_setting
 
 PEAK = "iteration"
 """Name of the peak since the iteration began."""
+NUM_UNFIT = 4
+"""Iterations in a row without a micro-batch that fits, after which settings are chosen again."""
 
 
 class MemoryBudget:
@@ -69,6 +76,10 @@ class MemoryBudget:
         """Virtual stages whose layers are at their most frugal settings for one micro-batch."""
         self._has_run_out = False
         """Whether device memory ran out in this iteration, so that layers stay frugal in it."""
+        self._has_fitted = False
+        """Whether a micro-batch of this iteration has run with the settings chosen for it."""
+        self._num_unfit = 0
+        """Iterations in a row without one."""
         self._movable_bytes: list[int] = []
         self._peak_bytes = 0
         """The device peak of the last iteration."""
@@ -94,7 +105,7 @@ class MemoryBudget:
     def _chunks(self) -> list[torch.nn.Module]:
         """The chunks of the model, by virtual stage."""
         chunks = (reference() for reference in self._chunk_refs)
-        return sorted((chunk for chunk in chunks if chunk is not None), key=_stage)
+        return sorted((chunk for chunk in chunks if chunk is not None), key=stage_of)
 
     def close(self) -> None:
         """Give the layers back the settings that they were built with."""
@@ -130,15 +141,23 @@ class MemoryBudget:
             self._begin()
         if not self._is_blind:
             self._fit(chunk, tensors)
-        self._boundaries.come_to(Place.CALL, _stage(chunk))
+        self._boundaries.come_to(Place.CALL, stage_of(chunk))
 
     def leave(self, chunk: torch.nn.Module) -> None:
         """Note that forward returns from a chunk."""
-        self._boundaries.come_to(Place.RETURN, _stage(chunk))
+        self._boundaries.come_to(Place.RETURN, stage_of(chunk))
 
     def before_end(self) -> None:
         """Note that all passes of the iteration have been issued, and its plan is not made yet."""
+        # The first output of a model may have no part in its loss.
+        is_trained = self._batches.has_backward or self._boundaries.has_backward
         self._boundaries.end()
+        self._batches.end(is_trained)
+        if not is_trained:  # An evaluation with gradients enabled.
+            self._is_spoiled = True
+            if self.relaxation.stage is Stage.FRUGAL:
+                self._batches = MicroBatches()
+            return
         if not self._peak_bytes:
             self._limits.note_first(self._boundaries.growth_bytes)
         if not self._is_blind:
@@ -164,17 +183,17 @@ class MemoryBudget:
         check_model(chunk, self._budget)
         self._chunk_refs.append(weakref.ref(chunk))
         self._ranks.add(chunk)
+        host_limit.reserve(optimizer_host_bytes(self._chunks))
         if not is_first:
             layer_settings.make_frugal(chunk)
         self.relaxation = Relaxation(self._watch(), self._engine.options)
 
     def _watch(self) -> list[RankLayer]:
         """Set hooks on the layers, and return what is known of each."""
-        stages = [(_stage(chunk), layer_settings.layers_of([chunk])) for chunk in self._chunks]
-        kinds = {one.layer: one.kind for one in layer_settings.layers_of(self._chunks)}
-        options = [(stage, one) for stage, ones in stages for one in ones]
-        layers = [RankLayer(kinds[one.layer], stage, one.settings) for stage, one in options]
-        self._boundaries.watch([one.layer for _, one in options], layers)
+        chunks = self._chunks
+        options = layer_settings.layers_of(chunks)
+        layers = [RankLayer(one.kind, stage_of(chunks[one.chunk]), one.settings) for one in options]
+        self._boundaries.watch([one.layer for one in options], layers)
         return layers
 
     def _begin(self) -> None:
@@ -186,8 +205,8 @@ class MemoryBudget:
             layer_settings.apply(relaxation.frugal, self._chunks)
             return
         self._ranks.begin()
+        self._num_unfit = 0 if self._has_fitted else self._num_unfit + 1
         if not self._peak_bytes:  # The first iteration.
-            host_limit.reserve(optimizer_host_bytes(self._chunks))
             self._follow(relaxation, self._limits.find(self._chunks, relaxation.frugal_bytes))
         elif self._has_run_out:
             self._note_larger(relaxation, self._batches.largest_share, self.activation_bytes)
@@ -202,14 +221,14 @@ class MemoryBudget:
             self._frugal_stages.clear()
             for chunk in self._chunks:
                 layer_settings.give(self.relaxation.assignment, self._chunks, chunk)
-        self._is_spoiled = self._has_run_out = False
+        self._is_spoiled = self._has_run_out = self._has_fitted = False
         self._batches.begin()
         engine.store.backend.begin_peak(PEAK)
 
     def _look_again(self, relaxation: Relaxation) -> None:
         """Choose again if ranks have to: [Note: After a budget has settled]."""
-        (are_more,) = self._ranks.largest([self._batches.are_more])
-        if are_more:
+        is_unfit = self._num_unfit >= NUM_UNFIT
+        if any(self._ranks.largest([self._batches.are_more, is_unfit])):
             self._start_over()
         elif self._limits.is_auto:
             before_bytes = self._limits.allowed_bytes
@@ -219,8 +238,8 @@ class MemoryBudget:
                 self._choose_again(relaxation)
 
     def _start_over(self) -> None:
-        """Measure all again, with the micro-batches that are in flight now."""
-        self._batches.forget()
+        """Measure all again, with the micro-batches that come now."""
+        self._batches = MicroBatches()
         self.relaxation = Relaxation(self._watch(), self._engine.options)
         self._follow(self.relaxation, self._limits.find(self._chunks, 0))
 
@@ -311,7 +330,7 @@ class MemoryBudget:
         were measured. Once sizes vary, all that may moves, since a plan for less would be one for
         the size that was recorded.
         """
-        relaxation, stage = self.relaxation, _stage(chunk)
+        relaxation, stage = self.relaxation, stage_of(chunk)
         is_first = relaxation.stage is Stage.FRUGAL  # Layers are frugal anyway.
         is_one_more = self._batches.is_one_more(is_first)
         size = self._ranks.agreed_size(size_of(chunk, tensors))
@@ -327,13 +346,15 @@ class MemoryBudget:
             else:
                 self._messages.larger(share)
             self._make_frugal(chunk)
-        elif stage in self._frugal_stages:
+            return
+        self._has_fitted = True
+        if stage in self._frugal_stages:
             self._frugal_stages.discard(stage)
             layer_settings.give(relaxation.assignment, self._chunks, chunk)
 
     def _make_frugal(self, chunk: torch.nn.Module) -> None:
         self._is_spoiled = True
-        self._frugal_stages.add(_stage(chunk))
+        self._frugal_stages.add(stage_of(chunk))
         layer_settings.make_frugal(chunk)
 
     # Device memory that runs out in spite of all.
@@ -407,7 +428,3 @@ class MemoryBudget:
         """Measure no more, and say what was chosen."""
         self._boundaries.stop()  # Hooks of layers would cost each later pass.
         self._messages.settled(relaxation, self._limits.now)
-
-
-def _stage(chunk: Any) -> int:
-    return getattr(chunk, "vp_stage", None) or 0

@@ -65,13 +65,11 @@ class LayerBoundaries:
         """
         self.stop()
         self._layers = list(layers)
+        enter, leave = weakly(self._enter), weakly(self._leave)
         for index, module in enumerate(modules):
-            me = weakref.ref(self)
             self._undo += [
-                module.register_forward_pre_hook(
-                    partial(_enter, me, index), with_kwargs=True
-                ).remove,
-                module.register_forward_hook(partial(_leave, me, index)).remove,
+                module.register_forward_pre_hook(partial(enter, index), with_kwargs=True).remove,
+                module.register_forward_hook(partial(leave, index)).remove,
             ]
 
     def stop(self) -> None:
@@ -158,6 +156,11 @@ class LayerBoundaries:
         return found
 
     @property
+    def has_backward(self) -> bool:
+        """Whether the running iteration is measured, and has had a backward."""
+        return self.is_on and any(one.place is Place.GRADIENT for one in self._found)
+
+    @property
     def growth_bytes(self) -> int:
         """What the last iteration, if it was recorded, left allocated beside gradients."""
         return max(0, self._found[-1].nbytes - self._found[0].nbytes) if self._found else 0
@@ -202,61 +205,43 @@ class LayerBoundaries:
             for (first, layer), stop in zip(places, stops, strict=False):
                 yield layer, {GroupKey(chunk_pass, number) for number in range(first, stop)}
 
-    # Hooks.
+    # Hooks. Autograd's graph and the layers own them, and must not own this object.
 
-    def enter(self, index: int, inputs: Any) -> None:
-        """Note that forward enters a layer."""
-        chunk = self._layers[index].chunk
-        is_first = index == 0 or self._layers[index - 1].chunk != chunk
-        if is_first:
-            self._at_gradient(inputs, Place.INPUT_GRADIENT, index)
-        self.come_to(Place.LAYER, chunk, index)
+    def _is_measured(self) -> bool:
+        # Inside a graph task it is a recomputation.
+        is_forward = torch._C._current_graph_task_id() == -1
+        return self.is_on and torch.is_grad_enabled() and is_forward
 
-    def leave(self, index: int, outputs: Any) -> None:
-        """Note that forward leaves a layer."""
-        chunk = self._layers[index].chunk
-        is_last = index + 1 == len(self._layers) or self._layers[index + 1].chunk != chunk
-        self._at_gradient(outputs, Place.GRADIENT, index)
-        if is_last:
-            self.come_to(Place.LAYERS_END, chunk)
+    def _enter(self, index: int, _: Any, inputs: Any, options: Any) -> None:
+        if self._is_measured():
+            hidden_states = options.get("hidden_states", inputs[0] if inputs else None)
+            self.shape = (hidden_states.shape[0], hidden_states.shape[1])
+            chunk = self._layers[index].chunk
+            if index == 0 or self._layers[index - 1].chunk != chunk:
+                self._at_gradient(hidden_states, Place.INPUT_GRADIENT, chunk, -1)
+            self.come_to(Place.LAYER, chunk, index)
 
-    def _at_gradient(self, values: Any, place: Place, index: int) -> None:
+    def _leave(self, index: int, _: Any, __: Any, outputs: Any) -> None:
+        if self._is_measured():
+            chunk = self._layers[index].chunk
+            self._at_gradient(outputs, Place.GRADIENT, chunk, index)
+            if index + 1 == len(self._layers) or self._layers[index + 1].chunk != chunk:
+                self.come_to(Place.LAYERS_END, chunk)
+
+    def _at_gradient(self, values: Any, place: Place, chunk: int, layer: int) -> None:
         tensors = [tensor for tensor in tensors_in(values) if tensor.requires_grad]
         if tensors:
-            layer = index if place is Place.GRADIENT else -1
-            tensors[0].register_hook(
-                partial(_come_to_gradient, weakref.ref(self), place, index, layer)
-            )
-
-    def come_to_gradient(self, place: Place, index: int, layer: int) -> None:
-        """Note that backward has the gradient of a tensor between layers."""
-        self.come_to(place, self._layers[index].chunk, layer)
+            come_to = weakly(self.come_to)
+            tensors[0].register_hook(lambda _: come_to(place, chunk, layer))
 
 
-def _is_measured(me: weakref.ref[LayerBoundaries]) -> bool:
-    boundaries = me()
-    if boundaries is None or not boundaries.is_on or not torch.is_grad_enabled():
-        return False
-    return torch._C._current_graph_task_id() == -1  # else it is a recomputation
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a method as long as its object is alive."""
+    reference = weakref.WeakMethod(method)
 
+    def call(*arguments: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*arguments)
 
-def _enter(me: weakref.ref[LayerBoundaries], index: int, _: Any, inputs: Any, options: Any) -> None:
-    boundaries = me()
-    if boundaries is not None and _is_measured(me):
-        hidden_states = options.get("hidden_states", inputs[0] if inputs else None)
-        boundaries.shape = (hidden_states.shape[0], hidden_states.shape[1])
-        boundaries.enter(index, hidden_states)
-
-
-def _leave(me: weakref.ref[LayerBoundaries], index: int, _: Any, __: Any, outputs: Any) -> None:
-    boundaries = me()
-    if boundaries is not None and _is_measured(me):
-        boundaries.leave(index, outputs)
-
-
-def _come_to_gradient(
-    me: weakref.ref[LayerBoundaries], place: Place, index: int, layer: int, _: torch.Tensor
-) -> None:
-    boundaries = me()
-    if boundaries is not None:
-        boundaries.come_to_gradient(place, index, layer)
+    return call

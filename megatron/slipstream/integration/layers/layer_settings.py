@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from megatron.slipstream.integration.graphs.chunks import graphs_of
-from megatron.slipstream.integration.layers.layer_kinds import Kinds
 from megatron.slipstream.integration.layers.layer_parts import (
     CONTAINED,
     DECISIONS,
@@ -26,7 +29,6 @@ from megatron.slipstream.integration.layers.layer_parts import (
     is_captured,
     why_not,
 )
-from megatron.slipstream.integration.layers.recomputed_layer import RecomputedMixin
 from megatron.slipstream.integration.seam import model_router
 from megatron.slipstream.integration.seam.layer_classes import convert
 from megatron.slipstream.plan.settings import (
@@ -55,6 +57,8 @@ class LayerOptions:
     """From the one that usually takes the least device memory to :attr:`minimum`."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Parts that the layer has and that settings cannot change, each with the reason."""
+    chunk: int = 0
+    """Index of its chunk."""
 
 
 def layers_of(chunks: Sequence[torch.nn.Module]) -> list[LayerOptions]:
@@ -70,9 +74,9 @@ def layers_of(chunks: Sequence[torch.nn.Module]) -> list[LayerOptions]:
     Raises:
         ValueError: A chunk has no language model with a decoder.
     """
-    kinds = Kinds()
+    kinds = _Kinds()
     found = []
-    for chunk in chunks:
+    for index, chunk in enumerate(chunks):
         model = _language_model(chunk)
         has_chunk_graphs = graphs_of(model.decoder) is not None
         for layer, is_checkpointed in _layers(model):
@@ -83,7 +87,7 @@ def layers_of(chunks: Sequence[torch.nn.Module]) -> list[LayerOptions]:
             refused = {part: reason for part, reason in refused.items() if reason}
             settings = tuple(_settings(state, state.parts - refused.keys()))
             kind = kinds.name_of(layer)
-            found.append(LayerOptions(layer, kind, state.minimum, settings, refused))
+            found.append(LayerOptions(layer, kind, state.minimum, settings, refused, index))
     return found
 
 
@@ -134,9 +138,8 @@ def give(assignment: Assignment, chunks: Sequence[torch.nn.Module], chunk: torch
         chunks: All chunks of the model on this rank.
         chunk: One of them.
     """
-    layers = {one.layer for one in layers_of([chunk])}
     for one, setting in zip(layers_of(chunks), assignment, strict=True):
-        if one.layer in layers:
+        if chunks[one.chunk] is chunk:
             _states[one.layer].take(one, setting)
 
 
@@ -280,3 +283,94 @@ def _tell_engine(chunks: Sequence[torch.nn.Module], assignment: Assignment) -> N
         return
     manager.router.bind(models)
     manager.router.manager_of(models[0]).engine.change_assignment(assignment)
+
+
+# What is measured on one layer of a kind holds for all others.
+
+
+class _Kinds:
+    """Names the kinds of the layers of a rank, in the order in which they are given."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def name_of(self, layer: Any) -> str:
+        """Return the kind of a layer, such as ``"dense"`` or ``"mla moe"``.
+
+        Layers with the same name have modules of the same classes, parameters of the same shapes
+        and dtypes, and the same options that differ between layers (dropout, window).
+        """
+        core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+        words = _words(layer)
+        key = (
+            words,
+            *((name, type(module)) for name, module in layer.named_modules() if name),
+            *((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters()),
+            *(str(getattr(layer, "hidden_dropout", None)), str(getattr(core, "window_size", None))),
+        )
+        if key not in self._names:
+            number = 1 + sum(other == words for other, *_ in self._names)
+            self._names[key] = words if number == 1 else f"{words} {number}"
+        return self._names[key]
+
+
+def _words(layer: Any) -> str:
+    parts = (getattr(layer, name, None) for name in ("self_attention", "mlp"))
+    attention, mlp = (None if isinstance(part, IdentityOp) else part for part in parts)
+    if attention is None and mlp is None:
+        # megatron-core's class, from which the layer's own may be derived.
+        names = (
+            c.__name__ for c in type(layer).__mro__ if c.__module__.startswith("megatron.core")
+        )
+        return next(names, "layer").removesuffix("Layer").lower()
+    words: list[str] = ["mla"] if isinstance(attention, MultiLatentAttention) else []
+    if mlp is None:
+        words.append("attention")
+    else:
+        words.append("moe" if isinstance(mlp, MoELayer) else "dense")
+        words += ["mlp"] if attention is None else []
+    words += ["mtp"] if getattr(layer, "is_mtp_layer", False) else []
+    return " ".join(words)
+
+
+class RecomputedMixin(torch.nn.Module):
+    """Mixin for a layer: its forward keeps no more than its input for backward.
+
+    megatron-core's blocks checkpoint layers of their own choice (``recompute_method``); this one
+    is checked out layer by layer. It is megatron-core's checkpoint, which restores all random
+    states and divides its input among tensor-parallel ranks with ``distribute_saved_activations``.
+    The engine can move that input: ``OffloadConfig.offload_checkpoint_inputs``.
+    """
+
+    config: Any
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """Run the layer, in training in a checkpoint.
+
+        The checkpoint saves the tensors that have gradients, the hidden states first. Everything
+        else (masks, rotary embeddings, packed sequence parameters) is shared by all layers and
+        referred to. If the hidden states have no gradient, as after a frozen embedding, the layer
+        runs as it is: a re-entrant checkpoint would give its parameters none.
+        """
+        run = super().forward
+        values: dict[Any, Any] = {**dict(enumerate(arguments)), **options}
+        first = "hidden_states" if "hidden_states" in values else 0
+        is_trained = self.training and torch.is_grad_enabled()
+        if not is_trained or not values[first].requires_grad:
+            return run(*arguments, **options)
+        with_gradients = [name for name, value in values.items() if _has_gradient(value)]
+        names = sorted(with_gradients, key=lambda name: name != first)
+        # What the checkpoint saves must have no other reference, or moving it would free nothing.
+        inputs = [values.pop(name) for name in names]
+        num_positional = len(arguments)
+
+        def run_again(*tensors: torch.Tensor) -> Any:
+            given = {**values, **dict(zip(names, tensors, strict=True))}
+            return run(*(given.pop(place) for place in range(num_positional)), **given)
+
+        is_divided = self.config.distribute_saved_activations
+        return tensor_parallel.checkpoint(run_again, is_divided, *inputs)
+
+
+def _has_gradient(value: Any) -> bool:
+    return torch.is_tensor(value) and value.requires_grad

@@ -214,7 +214,7 @@ class _Model:
     def can_add(self, chunk: Any) -> bool:
         """Whether ``chunk`` can be another virtual pipeline stage of this model."""
         return all(
-            _num_stages(other) == _num_stages(chunk) and _stage(other) != _stage(chunk)
+            _num_stages(other) == _num_stages(chunk) and stage_of(other) != stage_of(chunk)
             for other in self.chunks
         )
 
@@ -460,5 +460,6 @@ def _num_stages(chunk: Any) -> int:
     return getattr(chunk.config, "virtual_pipeline_model_parallel_size", None) or 1
 
 
-def _stage(chunk: Any) -> int:
+def stage_of(chunk: Any) -> int:
+    """Return the virtual pipeline stage of a chunk."""
     return getattr(chunk, "vp_stage", None) or 0
