@@ -33,18 +33,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Optional
 
 from megatron.slipstream.context_parallel.limits import Cost, CostModel, RankLimits
-from megatron.slipstream.context_parallel.load_balancing import LoadBalancing, OpenGroup
 from megatron.slipstream.packed_sequences.packing import (
+    CANDIDATES,
     LOOK_AHEAD,
+    Bin,
     Pack,
     PackLimits,
     Piece,
     attention_work,
+    exchange,
 )
 
 _ONE_FREE_OF = 256
 """1 of 256 tokens stays free where possible. A larger group needs slightly more room for the same
 pieces, so without free tokens no group could grow."""
+
+_NEARLY = 128
+"""Groups whose cost exceeds the mean by less than 1/128 are not changed."""
 
 _WELL_FILLED = 32
 """A batch with at most 1 of 32 tokens free is not retried with larger groups."""
@@ -130,6 +135,14 @@ def total_cost(micro_batches: Sequence[MicroBatch], cost: Cost) -> int:
 def _costs_less(one: _Collected, other: _Collected, cost: Cost) -> bool:
     """Whether ``one`` costs less than ``other`` per token that it trains on."""
     return one.total_cost(cost) * other.num_tokens < other.total_cost(cost) * one.num_tokens
+
+
+class OpenGroup(Bin):
+    """A group under construction: a pack, and its number of ranks."""
+
+    def __init__(self, size: int, limits: PackLimits) -> None:
+        super().__init__(limits)
+        self.size = size
 
 
 class _Stream:
@@ -248,6 +261,128 @@ def _finished(
     as_collected = _dealt(groups, limits, cost, num_micro_batches)
     balanced = _dealt(LoadBalancing(groups, limits, cost).run(), limits, cost, num_micro_batches)
     return min(balanced, as_collected, key=lambda batch: total_cost(batch, cost))
+
+
+# Balancing their cost
+
+
+class LoadBalancing:
+    """Makes the most expensive groups cheaper, as long as that is possible.
+
+    Every change replaces groups by others that all cost less than the most expensive of them did.
+    """
+
+    def __init__(self, groups: Iterable[OpenGroup], limits: RankLimits, cost: Cost) -> None:
+        self.limits = limits
+        self.cost = cost
+        self.groups: dict[int, OpenGroup] = dict(enumerate(groups))
+        self.order = sorted((self._cost_of(group), key) for key, group in self.groups.items())
+        """The costs and keys of the groups that may still change."""
+
+    def run(self) -> list[OpenGroup]:
+        """Balance until no change helps or the gain is too small; return the groups."""
+        num_ranks = sum(group.size for group in self.groups.values())
+        total = sum(cost * self.groups[key].size for cost, key in self.order)
+        enough = total // num_ranks
+        enough += enough // _NEARLY
+        for _ in range(4 * len(self.groups)):
+            if len(self.order) < 2 or self.order[-1][0] <= enough:
+                break
+            highest, key = self.order.pop()
+            # A group that cannot be made cheaper is done: all others cost less, and stay below it.
+            if self._exchange(key, highest) or self._widen(key, highest):
+                continue
+        return list(self.groups.values())
+
+    def _cost_of(self, group: OpenGroup) -> int:
+        return self.cost(group.size, group.work)
+
+    def _put_back(self, key: int) -> None:
+        bisect.insort(self.order, (self._cost_of(self.groups[key]), key))
+
+    def _exchange(self, key: int, highest: int) -> bool:
+        """Give a piece to one of the cheapest groups, if both then cost less than ``highest``."""
+        heavy = self.groups[key]
+        for place, (_, other) in enumerate(self.order[:CANDIDATES]):
+            light = self.groups[other]
+
+            def may_have(work: int, size: int = light.size) -> bool:
+                return self.cost(size, work) < highest
+
+            if exchange(heavy, light, may_have):
+                del self.order[place]
+                self._put_back(key)
+                self._put_back(other)
+                return True
+        return False
+
+    def _widen(self, key: int, highest: int) -> bool:
+        """Double the group, taking over the ranks and pieces of the cheapest others."""
+        heavy = self.groups[key]
+        size = 2 * heavy.size
+        partners = self._partners(heavy.size)
+        if size > self.limits.largest or not partners:
+            return False
+        wide = OpenGroup(size, self.limits.of(size))
+        merged = [heavy, *(self.groups[other] for other in partners)]
+        for piece in itertools.chain.from_iterable(group.pieces for group in merged):
+            wide.add(piece)
+        moved = self._outside(wide, {key, *partners}, highest)
+        if moved is None or self._cost_of(wide) >= highest:
+            return False
+        self.order = [entry for entry in self.order if entry[1] not in {*partners, *moved}]
+        for other in (key, *partners):
+            del self.groups[other]
+        for other, pieces in moved.items():
+            for piece in pieces:
+                self.groups[other].add(piece)
+            self._put_back(other)
+        self.groups[key] = wide
+        self._put_back(key)
+        return True
+
+    def _partners(self, size: int) -> list[int]:
+        """Return the cheapest group of ``size`` ranks, or the cheapest with as many in total."""
+        same = next((key for _, key in self.order if self.groups[key].size == size), None)
+        if same is not None:
+            return [same]
+        missing, chosen = size, []
+        for _, key in self.order:
+            if self.groups[key].size <= missing:
+                chosen.append(key)
+                missing -= self.groups[key].size
+                if not missing:
+                    return chosen
+        return []
+
+    def _outside(
+        self, wide: OpenGroup, merged: set[int], highest: int
+    ) -> Optional[dict[int, Pack]]:
+        """Return the groups that take the pieces ``wide`` has no room for; None if they cannot.
+
+        Removes the pieces from ``wide``; the other groups are not changed.
+        """
+        taken: dict[int, Pack] = {}
+        shortest_first = iter(sorted(wide.pieces, key=lambda piece: piece.length))
+        for _ in range(CANDIDATES):
+            if wide.room >= 0 and len(wide.pieces) <= wide.limits.max_sequences:
+                return taken
+            piece = next(shortest_first)
+            wide.remove(piece)
+            others = (key for _, key in self.order if key not in merged and key not in taken)
+            key = next((key for key in others if self._takes(key, piece, highest)), None)
+            if key is None:
+                return None
+            taken[key] = [piece]
+        return None
+
+    def _takes(self, key: int, piece: Piece, highest: int) -> bool:
+        group = self.groups[key]
+        return (
+            not group.is_full
+            and group.room >= group.limits.footprint(piece.length)
+            and self.cost(group.size, group.work + piece.length**2) < highest
+        )
 
 
 # Assigning groups to micro-batches and ranks

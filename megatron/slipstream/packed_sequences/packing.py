@@ -28,7 +28,7 @@ _PARTS_FOR_COST = (1.0, 0.9, 0.75, 0.5)
 """Fractions of a batch's pieces, the longest ones, that are placed by cost; the others fill the
 remaining room. The first fraction with which all pieces fit is used."""
 
-_CANDIDATES = 8
+CANDIDATES = 8
 """Number of a pack's longest pieces, and of the cheapest packs, that an exchange tries."""
 
 
@@ -179,7 +179,7 @@ def _deal(batch: Iterable[Pack], num_ranks: int) -> Iterator[Pack]:
 # Balancing one batch
 
 
-class _Bin:
+class Bin:
     """A pack under construction."""
 
     def __init__(self, limits: PackLimits, pieces: Iterable[Piece] = ()) -> None:
@@ -207,7 +207,7 @@ class _Bin:
 
 def _level(batch: Sequence[Pack], limits: PackLimits) -> list[Pack]:
     """Repack ``batch`` into as many packs; the most expensive one costs at most as much."""
-    bins = [_Bin(limits, pack) for pack in batch]
+    bins = [Bin(limits, pack) for pack in batch]
     pieces = sorted(itertools.chain(*batch), key=lambda piece: -piece.length)
     for part in _PARTS_FOR_COST:
         spread = _spread(pieces, len(batch), limits, int(len(pieces) * part))
@@ -216,25 +216,25 @@ def _level(batch: Sequence[Pack], limits: PackLimits) -> list[Pack]:
             break
     for _ in range(4 * len(bins)):
         heavy = max(bins, key=lambda item: item.work)
-        cheapest = sorted(bins, key=lambda item: item.work)[:_CANDIDATES]
+        cheapest = sorted(bins, key=lambda item: item.work)[:CANDIDATES]
         if not any(_exchange(heavy, light) for light in cheapest if light is not heavy):
             break
     return [item.pieces for item in bins]
 
 
-def _highest(bins: Iterable[_Bin]) -> int:
+def _highest(bins: Iterable[Bin]) -> int:
     return max(item.work for item in bins)
 
 
 def _spread(
     pieces: Sequence[Piece], num_bins: int, limits: PackLimits, num_for_cost: int
-) -> Optional[list[_Bin]]:
+) -> Optional[list[Bin]]:
     """Place each of the pieces, sorted longest first, in a pack; None if one does not fit.
 
     The first ``num_for_cost`` are placed in the cheapest pack with room (longest processing time
     first, Graham 1969), the others where they leave the least room (best fit decreasing).
     """
-    bins = [_Bin(limits) for _ in range(num_bins)]
+    bins = [Bin(limits) for _ in range(num_bins)]
     by_cost = [(0, index) for index in range(num_bins)]  # a heap
     # Packs without room for the current piece, by room: later pieces are shorter and may fit.
     waiting: list[tuple[int, int]] = []
@@ -264,16 +264,18 @@ def _spread(
     return bins
 
 
-def _exchange(heavy: _Bin, light: _Bin) -> bool:
-    """Move a piece from ``heavy`` to ``light`` if both then cost less than ``heavy`` did.
-
-    See :func:`_give`.
-    """
-    longest = sorted(heavy.pieces, key=lambda item: -item.length)[:_CANDIDATES]
-    return any(_give(heavy, light, piece, lambda work: work < heavy.work) for piece in longest)
+def _exchange(heavy: Bin, light: Bin) -> bool:
+    """Move a piece from ``heavy`` to ``light`` if both then cost less than ``heavy`` did."""
+    return exchange(heavy, light, lambda work: work < heavy.work)
 
 
-def _give(heavy: _Bin, light: _Bin, piece: Piece, may_have: Callable[[int], bool]) -> bool:
+def exchange(heavy: Bin, light: Bin, may_have: Callable[[int], bool]) -> bool:
+    """Move one of the longest pieces of ``heavy`` to ``light``; see :func:`_give`."""
+    longest = sorted(heavy.pieces, key=lambda item: -item.length)[:CANDIDATES]
+    return any(_give(heavy, light, piece, may_have) for piece in longest)
+
+
+def _give(heavy: Bin, light: Bin, piece: Piece, may_have: Callable[[int], bool]) -> bool:
     """Move a piece if ``heavy`` gets cheaper and ``may_have`` accepts the new work of ``light``.
 
     If there is no room for it, ``heavy`` takes the shortest pieces in return, which cost the least
@@ -297,7 +299,7 @@ def _give(heavy: _Bin, light: _Bin, piece: Piece, may_have: Callable[[int], bool
     return True
 
 
-def _shortest_for(light: _Bin, piece: Piece) -> Optional[Pack]:
+def _shortest_for(light: Bin, piece: Piece) -> Optional[Pack]:
     """Return the shortest pieces of ``light`` to remove for ``piece`` to fit; None if it can't."""
     limits = light.limits
     missing = limits.footprint(piece.length) - light.room
