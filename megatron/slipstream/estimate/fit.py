@@ -133,7 +133,7 @@ def _largest(excess: Callable[[int], float], low: int, most: int) -> int:
         if fails[0] <= most:
             count = low + (high - low) // 2 if turn % 3 == 2 else _crossing(fits, fails)
         else:
-            count = max(2 * low, _crossing(before, fits))
+            count = max(2 * low, min(16 * low, _crossing(before, fits)))
         count = min(max(count, low + 1), high - 1)
         value = excess(count)
         if value > 0:

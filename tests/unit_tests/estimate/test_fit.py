@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.slipstream.estimate.fit import Finder
+from megatron.slipstream.estimate.fit import Finder, _largest
 from megatron.slipstream.estimate.frontier import sweep_budgets
 from megatron.slipstream.estimate.frontier_picture import frontier_png
 from megatron.slipstream.estimate.gpus import find_speed
@@ -63,6 +64,31 @@ def example(name: str, **changes: Any) -> ModelShape:
 
 def llama(**changes: Any) -> ModelShape:
     return example("llama3_8b", **{"seq_length": 8192, "cross_entropy": "te", **changes})
+
+
+EXCESSES = {
+    "a line": (lambda size, limit: size - limit, 8),
+    "attention scores": (lambda size, limit: size**2 - limit**2, 14),
+    "only whether": (lambda size, limit: math.copysign(1, size - limit), 40),
+}
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 9, 10, 511, 100_000, MOST := 1 << 17])
+@pytest.mark.parametrize("kind", EXCESSES)
+def test_few_sizes_are_asked(kind: str, largest: int) -> None:
+    """Memory grows about linearly; of a budget it is only known whether it suffices."""
+    excess, most_asked = EXCESSES[kind]
+    asked: list[int] = []
+
+    def counted(size: int) -> float:
+        asked.append(size)
+        return excess(size, largest + 0.5)
+
+    assert _largest(counted, 0, MOST) == largest
+    assert len(asked) <= most_asked
+    assert len(asked) == len(set(asked))
+    if largest < MOST:
+        assert _largest(counted, largest, MOST) == largest
 
 
 FULL_WITH_INPUTS = "full with inputs"
