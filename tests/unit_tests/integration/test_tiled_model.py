@@ -29,8 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.slipstream import TileOptions, tiles_of, with_tiles
 from megatron.slipstream.fine_grained_activation_offload.markers import CHECKPOINT_INPUTS
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.integration.layers import tiled_model
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan import tiles
 
@@ -92,6 +94,19 @@ def compare(case: ModelCase, tiles: dict[str, Any]) -> list[tuple[float, float]]
         ((one - two).abs().max().item(), one.abs().max().item())
         for one, two in zip(plain[0], tiled[0], strict=True)
     ]
+
+
+def test_the_report_has_the_tiles_of_training_not_of_an_evaluation() -> None:
+    class Part(tiled_model._Tiled, torch.nn.Module):
+        part = "mlp"
+
+    part, report = Part(), RankReport()
+    part.tiling = tiles.Tiling(num_tiles=4)
+    part._divide(16)
+    with torch.no_grad():
+        part._divide(2)
+    tiled_model.fill_tiles(report, [part])
+    assert report.tiles == {"mlp": 4}
 
 
 @pytest.fixture(scope="module")

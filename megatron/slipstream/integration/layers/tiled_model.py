@@ -87,7 +87,7 @@ def tiles_of(chunk: torch.nn.Module) -> TileOptions:
 
 
 def fill_tiles(report: RankReport, chunks: Sequence[torch.nn.Module]) -> None:
-    """Set the report's number of tiles of the last micro-batch, by part of the model.
+    """Set the report's number of tiles of the last micro-batch in training, by part of the model.
 
     Experts that were given different numbers of tokens can have had different numbers of tiles;
     the largest one counts.
@@ -169,11 +169,12 @@ class _Tiled:
     """Its name in reports."""
     tiling: Tiling
     num_tiles = 0
-    """Number of tiles of the last micro-batch; 0 before the first."""
+    """Number of tiles of the last micro-batch in training; 0 before the first."""
 
     def _divide(self, num_rows: int, tokens_per_row: int = 1) -> Bounds:
         bounds = self.tiling.bounds(num_rows, tokens_per_row)
-        self.num_tiles = len(bounds)
+        if torch.is_grad_enabled():  # A recomputed layer runs once more with gradients.
+            self.num_tiles = len(bounds)
         return bounds
 
 
