@@ -17,13 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Optional
 
-from megatron.slipstream.plan.actions import host_intervals
-from megatron.slipstream.plan.build import longest_intervals, peak_by_count, storage_plans
-from megatron.slipstream.plan.candidates import (
-    PolicyOptions,
-    keep_within_host_memory,
-    peak_in_use_bytes,
-)
+from megatron.slipstream.plan.build import kept_for_host_memory, peak_by_count, storage_plans
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.model import IterationModel
 from megatron.slipstream.plan.search import Choice, GroupSearch
 from megatron.slipstream.plan.settings import Assignment, LayerSetting
@@ -83,6 +78,10 @@ class Score(NamedTuple):
         if other.excess_bytes < self.excess_bytes:
             return False
         return self.total_ms * (1 - NEAR) <= other.total_ms
+
+
+WORST = Score(math.inf, math.inf)
+"""The score of an assignment that was given up, since another is better; any other score is."""
 
 
 def searched(rank: RankTemplates, limits: Limits) -> AssignmentSearch:
@@ -216,9 +215,9 @@ class Judge:
         self.input_bytes = self._input_bytes(rank) if refines else 0
         """Bytes of the model's inputs that the search lets stay although they may move."""
         self.scores: dict[Assignment, Score] = {}
-        self._slower_than_ms: dict[Assignment, float] = {}
-        """For assignments that were given up: a time below that of each."""
-        self.unlimited = Score(math.inf, math.inf)
+        self._given_up: dict[Assignment, Score] = {}
+        """For each assignment that was given up, the score that it does not beat."""
+        self.unlimited = WORST
         """The best score of an assignment that needs more host memory than there is."""
         self.num_steps = 0
         """Total steps of the iterations that were composed or timed."""
@@ -254,25 +253,23 @@ class Judge:
 
     def improves(self, goal: Score, other: Assignment) -> bool:
         """Return whether an assignment is better than a goal."""
-        least_ms = max(self.compute_ms(other), self._slower_than_ms.get(other, 0.0))
-        if goal.is_near(Score(0.0, least_ms)):
+        if goal.is_near(Score(0.0, self.compute_ms(other))):
             return False
         if other in self.scores:
             return self.scores[other] < goal
+        if other in self._given_up and goal <= self._given_up[other]:
+            return False
         trial = self._trial(other)
         bound = self._bound(other, trial)
         if bound.excess_bytes > goal.excess_bytes + self.input_bytes or goal.is_near(bound):
             return False
-        # Where choices are refined, one that is too slow at first may become fast enough.
-        is_within = goal.excess_bytes == 0 and not self._refines
-        most_ms = (goal.total_ms - self.compute_ms(other)) / self._scale if is_within else math.inf
-        score = self._score(other, trial, most_ms=most_ms)
-        if math.isinf(score.excess_bytes):
-            self._slower_than_ms[other] = goal.total_ms
-            return False
+        score = self._score(other, trial, goal)
         if goal <= score and self._refines:
-            score = self._score(other, trial, MAX_STEPS_OF_REFINING)
-        self.scores[other] = score
+            score = self._score(other, trial, goal, MAX_STEPS_OF_REFINING)
+        if score == WORST:
+            self._given_up[other] = goal
+        else:
+            self.scores[other] = score
         return score < goal
 
     def _trial(self, assignment: Assignment) -> _Trial:
@@ -292,29 +289,36 @@ class Judge:
         self,
         assignment: Assignment,
         trial: _Trial,
+        goal: Score = WORST,
         max_steps: int = 0,
-        most_ms: float = math.inf,
     ) -> Score:
-        """Plan an assignment.
+        """Decide what moves with an assignment.
 
         Args:
             assignment: The assignment.
             trial: Its iteration.
+            goal: The score that it must beat, or it may be given up.
             max_steps: Limits the work of improving on what moves.
-            most_ms: Wait above which the assignment is of no use; its excess may be infinite.
         """
-        trace, (target, limit, _) = trial.model.trace, self._limits
-        self.num_steps += len(trace.steps)
+        model, (target, limit, _) = trial.model, self._limits
+        self.num_steps += len(model.trace.steps)
+        # Where choices are refined, one that loses at first may win.
+        may_give_up, most_ms = not self._refines, math.inf
+        if may_give_up and goal.excess_bytes == 0:
+            most_ms = (goal.total_ms - self.compute_ms(assignment)) / self._scale
         choice = trial.search(trial.movable).fastest(target, max_steps, most_ms)
-        if limit is not None and not math.isinf(choice.timing.peak_bytes):
-            storages = storage_plans(trial.model, choice.moving, choice.timing.steps)
-            if peak_in_use_bytes(len(trace.steps), host_intervals(storages)) > limit:
-                unlimited = self._score_of(assignment, trial, choice)
-                self.unlimited = min(self.unlimited, unlimited)
-                intervals = longest_intervals(trial.model, trial.movable)
-                kept = keep_within_host_memory(trace, sorted(trial.movable), intervals, limit)
-                fewer = trial.model.fitting_groups(trial.movable - kept.keys())
+        if not math.isinf(choice.timing.peak_bytes):
+            storages = storage_plans(model, choice.moving, choice.timing.steps)
+            kept = kept_for_host_memory(model, trial.movable, storages, limit)
+            if kept:
+                score = self._score_of(assignment, trial, choice)
+                self.unlimited = min(self.unlimited, score)
+                if may_give_up and goal <= score:
+                    return WORST  # With less that moves, it is hardly better.
+                fewer = model.fitting_groups(trial.movable - kept.keys())
                 choice = trial.search(fewer).fastest(target, max_steps, most_ms)
+        if math.isinf(choice.timing.peak_bytes):
+            return WORST
         return self._score_of(assignment, trial, choice)
 
     def _score_of(self, assignment: Assignment, trial: _Trial, choice: Choice) -> Score:

@@ -22,6 +22,7 @@ from megatron.slipstream.plan.candidates import (
     NO_TIME,
     RECOMPUTED,
     HostInterval,
+    Kept,
     PolicyOptions,
     keep_within_host_memory,
     peak_in_use_bytes,
@@ -45,7 +46,12 @@ def build_plan(trace: Trace, options: PolicyOptions, max_steps: int = MAX_STEPS_
     times, and a target may decide which groups move; otherwise, the options give both as numbers of
     marks. ``max_steps`` limits the work for a target: see :meth:`GroupSearch.for_memory`.
     """
-    moves = decide(IterationModel(trace), options, max_steps)
+    return plan_of(IterationModel(trace), options, max_steps)
+
+
+def plan_of(model: IterationModel, options: PolicyOptions, max_steps: int) -> Plan:
+    """Build the plan of an iteration: see :func:`build_plan`."""
+    trace, moves = model.trace, decide(model, options, max_steps)
     selection, storages = moves.selection, moves.storages
     planned = frozenset(storage.index for storage in storages)
     kept_storages = _kept_storages(trace, selection.moving) | dict.fromkeys(moves.staying, LINGERS)
@@ -56,7 +62,8 @@ def build_plan(trace: Trace, options: PolicyOptions, max_steps: int = MAX_STEPS_
             groups.append(_group_plan(trace, group, planned, kept_storages, timing))
         else:
             groups.append(GroupPlan(group.key, group.name, False, selection.kept[group.key]))
-    needed_bytes, notes, bound = moves.needed_host_bytes, selection.notes, selection.bound
+    needed_bytes = peak_in_use_bytes(len(trace.steps), host_intervals(moves.unlimited))
+    notes, bound = selection.notes, selection.bound
     return Plan(trace, options, tuple(groups), storages, needed_bytes, notes, bound)
 
 
@@ -66,8 +73,8 @@ class Moves(NamedTuple):
     selection: Selection
     storages: tuple[StoragePlan, ...]
     """The storages that move."""
-    needed_host_bytes: int
-    """Peak host memory in use if there were no limit, in whole buffers."""
+    unlimited: tuple[StoragePlan, ...]
+    """Those that would move if host memory had no limit."""
     staying: frozenset[int] = frozenset()
     """Storages that stay because they outlive their release."""
 
@@ -81,7 +88,7 @@ def decide(model: IterationModel, options: PolicyOptions, max_steps: int = 0) ->
         staying |= useless
         model = IterationModel(_without(model.trace, useless))
         moves = _select(model, options, max_steps)
-    return moves._replace(needed_host_bytes=first.needed_host_bytes, staying=staying)
+    return moves._replace(unlimited=first.unlimited, staying=staying)
 
 
 def peak_by_count(model: IterationModel, options: PolicyOptions) -> int:
@@ -94,22 +101,19 @@ def peak_by_count(model: IterationModel, options: PolicyOptions) -> int:
 def _select(model: IterationModel, options: PolicyOptions, max_steps: int) -> Moves:
     moving, reasons = select_groups(model.trace, options)
     selection = select(model, options, moving, reasons, max_steps)
-    storages = storage_plans(model, selection.moving, selection.steps)
-    needed = peak_in_use_bytes(len(model.trace.steps), host_intervals(storages))
+    storages = unlimited = storage_plans(model, selection.moving, selection.steps)
+    candidates = moving | may_hide(model.trace, options, reasons)
     limit = options.host_memory_limit_bytes
-    if limit is not None and needed > limit:
-        # This comes last, since groups kept by other policies need no host memory.
-        candidates = moving | may_hide(model.trace, options, reasons)
-        intervals = host_intervals(storages)
-        if model.trace.is_timed:
-            intervals = longest_intervals(model, candidates)
-        reasons |= keep_within_host_memory(model.trace, sorted(candidates), intervals, limit)
+    # This comes last, since groups kept by other policies need no host memory.
+    kept = kept_for_host_memory(model, candidates, storages, limit)
+    if kept:
+        reasons |= kept
         selection = select(model, options, moving - reasons.keys(), reasons, max_steps)
         storages = storage_plans(model, selection.moving, selection.steps)
     if options.max_inflight_offloads is not None:
         selection = keep_to_inflight_limit(model.trace, options.max_inflight_offloads, selection)
         storages = storage_plans(model, selection.moving, selection.steps)
-    return Moves(selection, storages, needed)
+    return Moves(selection, storages, unlimited)
 
 
 def _without(trace: Trace, staying: Collection[int]) -> Trace:
@@ -121,19 +125,36 @@ def _without(trace: Trace, staying: Collection[int]) -> Trace:
     return replace(trace, storages=storages)
 
 
-def longest_intervals(model: IterationModel, moving: frozenset[GroupKey]) -> list[HostInterval]:
-    """Return the longest interval in which each storage could need host memory.
+def kept_for_host_memory(
+    model: IterationModel,
+    candidates: frozenset[GroupKey],
+    storages: Sequence[StoragePlan],
+    limit_bytes: int | None,
+) -> Kept:
+    """Return the groups that stay since host memory is limited; none if the limit is kept.
 
-    In a timed trace, the steps of moving groups depend on which groups are kept. With the longest
-    intervals, no choice of steps exceeds the limit.
+    In a timed trace, the steps of moving groups depend on which groups stay. With the longest
+    intervals in which storages could need host memory, no choice of steps exceeds the limit.
+
+    Args:
+        model: The iteration.
+        candidates: The groups that may move.
+        storages: The storages that move without a limit.
+        limit_bytes: The limit; None for none.
     """
-    intervals = []
-    for index in model.moving_storages(moving):
-        window = model.windows[index]
-        if window is not None:
-            nbytes = size_class_bytes(window.nbytes)
-            intervals.append(HostInterval(index, nbytes, window.begin, window.stop))
-    return intervals
+    if limit_bytes is None:
+        return {}
+    intervals = host_intervals(storages)
+    if peak_in_use_bytes(len(model.trace.steps), intervals) <= limit_bytes:
+        return {}
+    if model.trace.is_timed:
+        windows = [(index, model.windows[index]) for index in model.moving_storages(candidates)]
+        intervals = [
+            HostInterval(index, size_class_bytes(window.nbytes), window.begin, window.stop)
+            for index, window in windows
+            if window is not None
+        ]
+    return keep_within_host_memory(model.trace, sorted(candidates), intervals, limit_bytes)
 
 
 def _group_plan(

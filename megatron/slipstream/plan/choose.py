@@ -24,7 +24,7 @@ from megatron.slipstream.plan.assignments import (
     searched,
     shortest,
 )
-from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.build import plan_of
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.model import IterationModel
 from megatron.slipstream.plan.settings import Assignment, LayerSetting
@@ -124,16 +124,18 @@ def _planned(rank: RankTemplates, assignment: Assignment, limits: Limits) -> Bud
     forwards = [chunks[item.vp_stage] for item in rank.schedule if item.direction == "F"]
     templates = list(itertools.chain.from_iterable(item.templates for item in forwards))
     trace = rank.compose(assignment, marks_all=True)
-    counted_bytes = limits.counted_bytes(IterationModel(trace))
+    model = IterationModel(trace)
+    counted_bytes = limits.counted_bytes(model)
     repeats = 1.0
     if len(trace.steps) > MAX_STEPS_PLANNED:
         first = shortest(rank.schedule)
         repeats = len(rank.schedule) / len(first)
         trace = replace(rank, schedule=first).compose(assignment, marks_all=True)
+        model = IterationModel(trace)
     options = PolicyOptions(
         target_memory_bytes=limits.device_bytes, host_memory_limit_bytes=limits.host_bytes
     )
-    plan = build_plan(trace, options, MAX_STEPS_OF_CHANGES)
+    plan = plan_of(model, options, MAX_STEPS_OF_CHANGES)
     waits_ms = simulate(plan).total_ms - sum(trace.step_ms)
     peak_bytes = max(counted_bytes, *plan.device_bytes)
     return BudgetChoice(
