@@ -19,7 +19,7 @@ from megatron.slipstream.plan.candidates import (
     peak_in_use_bytes,
 )
 from megatron.slipstream.plan.host_layout import size_class_bytes
-from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD, GroupKey, Trace
+from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD, GroupKey, Trace, bytes_by_step
 
 
 class ActionKind(enum.Enum):
@@ -191,11 +191,8 @@ class Plan:
 
 def absent_bytes(trace: Trace, storages: Sequence[StoragePlan]) -> tuple[int, ...]:
     """Return, per step, the bytes of these storages that are only on the host until the next."""
-    change = [0] * (len(trace.steps) + 1)
-    for storage in storages:
-        change[storage.gone_step(trace)] += storage.nbytes
-        change[storage.h2d_step] -= storage.nbytes
-    return tuple(itertools.accumulate(change[:-1]))
+    away = ((item.gone_step(trace), item.h2d_step, item.nbytes) for item in storages)
+    return tuple(bytes_by_step(len(trace.steps), away))
 
 
 def host_intervals(storages: Sequence[StoragePlan]) -> list[HostInterval]:

@@ -9,12 +9,17 @@ reason. Reasons appear in the report, so they are written for its readers.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from megatron.slipstream.plan.trace import GroupKey, GroupTrace, StepKind, Trace
+from megatron.slipstream.plan.trace import (
+    GroupKey,
+    GroupTrace,
+    StepKind,
+    Trace,
+    bytes_by_step,
+)
 
 
 @dataclass(frozen=True)
@@ -172,27 +177,10 @@ class HostInterval(NamedTuple):
     h2d_step: int
 
 
-def in_use_bytes(num_steps: int, intervals: Sequence[HostInterval]) -> list[int]:
-    """Return, for each step, the host bytes in use until the next step."""
-    return list(itertools.accumulate(_changes(num_steps, intervals)))
-
-
 def peak_in_use_bytes(num_steps: int, intervals: Sequence[HostInterval]) -> int:
     """Return the peak host bytes in use; at each step D2H copies precede H2D copies."""
-    outs = [0] * num_steps
-    for interval in intervals:
-        outs[interval.d2h_step] += interval.nbytes
-    before = [0, *in_use_bytes(num_steps, intervals)]
-    return max((in_use + more for in_use, more in zip(before, outs, strict=False)), default=0)
-
-
-def _changes(num_steps: int, intervals: Sequence[HostInterval]) -> list[int]:
-    """Return, for each step, the change of host memory in use, in bytes."""
-    changes = [0] * num_steps
-    for interval in intervals:
-        changes[interval.d2h_step] += interval.nbytes
-        changes[interval.h2d_step] -= interval.nbytes
-    return changes
+    in_use = ((each.d2h_step, each.h2d_step + 1, each.nbytes) for each in intervals)
+    return max(bytes_by_step(num_steps, in_use), default=0)
 
 
 def keep_within_host_memory(
@@ -205,7 +193,10 @@ def keep_within_host_memory(
     micro-batch.
     """
     kept: Kept = {}
-    changes = _changes(len(trace.steps), intervals)
+    changes = [0] * len(trace.steps)
+    for interval in intervals:
+        changes[interval.d2h_step] += interval.nbytes
+        changes[interval.h2d_step] -= interval.nbytes
     loan_of = {interval.storage: interval for interval in intervals}
     wanted = set(moving)
     in_use = 0

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.slipstream.plan.actions import Action, ActionKind
-from megatron.slipstream.plan.trace import Bandwidth, GroupKey, StepKind, Trace
+from megatron.slipstream.plan.trace import Bandwidth, GroupKey, StepKind, Trace, bytes_by_step
 
 BYTES_PER_MS_AT_1_GB_PER_S = 1e6
 
@@ -83,13 +83,9 @@ class _Copies:
     @cached_property
     def most_absent_bytes(self) -> Floats:
         """For each step, the bytes on the host if groups free at commit and reload at use."""
-        change = [0] * (self._num_steps + 1)
-        for item in self.storages:
-            window = self._windows[item]
-            if window is not None:
-                change[window.first] += window.nbytes
-                change[window.stop] -= window.nbytes
-        return np.cumsum(change[:-1], dtype=float)
+        windows = filter(None, map(self._windows.__getitem__, self.storages))
+        away = ((window.first, window.stop, window.nbytes) for window in windows)
+        return np.array(bytes_by_step(self._num_steps, away), float)
 
 
 class _Structure:

@@ -21,11 +21,11 @@ from megatron.slipstream.plan.candidates import (
     PolicyOptions,
 )
 from megatron.slipstream.plan.model import IterationModel
+from megatron.slipstream.plan.move_all import choose_as_given
 from megatron.slipstream.plan.search import (
     MAX_STEPS_OF_CHANGES,
     Choice,
     GroupSearch,
-    choose_as_given,
     choose_for_time,
 )
 from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Optional
@@ -207,6 +207,20 @@ class StepsKey:
         )
 
 
+def bytes_by_step(num_steps: int, intervals: Iterable[tuple[int, int, int]]) -> list[int]:
+    """Return, for each step, the sum of the bytes of the intervals that it is in.
+
+    Args:
+        num_steps: Number of steps.
+        intervals: The first step of each, the step at which it ends, and its bytes.
+    """
+    change = [0] * (num_steps + 1)
+    for first, stop, nbytes in intervals:
+        change[first] += nbytes
+        change[stop] -= nbytes
+    return list(itertools.accumulate(change[:-1]))
+
+
 @dataclass(frozen=True)
 class Trace:
     """One iteration of one rank."""
@@ -267,19 +281,17 @@ class Trace:
         A storage counts from the step before the first commit of its holders, since forward
         computes it by the end of that interval, to the last use of a holder.
         """
-        index, change = self.step_index, [0] * (len(self.steps) + 1)
+        index, last_step = self.step_index, len(self.steps) - 1
+        intervals = []
         for storage in self.storages:
             holders = storage.holders
             commits = [index.get((StepKind.FORWARD_COMMIT, key), -1) for key in holders]
             commits = [commit for commit in commits if commit >= 0]
-            if not commits:
-                continue
-            last = max(index.get((StepKind.BACKWARD_USE, key), -1) for key in holders)
-            if last < 0:
-                last = len(self.steps) - 1
-            change[max(0, min(commits) - 1)] += storage.nbytes
-            change[max(last, max(commits) - 1) + 1] -= storage.nbytes
-        return tuple(itertools.accumulate(change[:-1]))
+            if commits:
+                last = max(index.get((StepKind.BACKWARD_USE, key), -1) for key in holders)
+                stop = max(last if last >= 0 else last_step, max(commits) - 1) + 1
+                intervals.append((max(0, min(commits) - 1), stop, storage.nbytes))
+        return tuple(bytes_by_step(len(self.steps), intervals))
 
     @cached_property
     def present_bytes(self) -> tuple[int, ...]:

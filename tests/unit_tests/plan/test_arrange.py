@@ -22,7 +22,7 @@ from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import HELD_BY_KEPT, NOT_WORTH_THE_WAIT, PolicyOptions
 from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.model import IterationModel
-from megatron.slipstream.plan.search import (
+from megatron.slipstream.plan.move_all import (
     MAX_SHARE_GIVEN_UP,
     MIN_SHARE_OF_COMPUTE,
     MIN_SHARE_OF_STALLS,

@@ -16,14 +16,12 @@ from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import (
     HELD_BY_KEPT,
     HOST_MEMORY,
-    HostInterval,
     PolicyOptions,
-    in_use_bytes,
 )
 from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.host_layout import size_class_bytes
 from megatron.slipstream.plan.render import render_plan
-from megatron.slipstream.plan.trace import GroupKey, Trace
+from megatron.slipstream.plan.trace import GroupKey, Trace, bytes_by_step
 
 BUFFER = 8192
 """Buffer size of every storage without another size."""
@@ -90,11 +88,8 @@ def test_host_memory_is_counted_in_whole_buffers() -> None:
 def test_host_memory_is_lent_from_the_copy_out_until_the_copy_back_starts() -> None:
     free = plan(one_pass(Model(num_layers=3, nbytes=SIZES)), None)
     # Groups 0 and 1 are copied out at steps 1 and 3, and back at steps 7 and 6.
-    intervals = [
-        HostInterval(s.index, size_class_bytes(s.nbytes), s.d2h_step, s.h2d_step)
-        for s in free.storages
-    ]
-    in_use = in_use_bytes(len(free.trace.steps), intervals)
+    intervals = [(s.d2h_step, s.h2d_step, size_class_bytes(s.nbytes)) for s in free.storages]
+    in_use = bytes_by_step(len(free.trace.steps), intervals)
     assert [nbytes // BUFFER for nbytes in in_use] == [0, 1, 1, 2, 2, 2, 1, 0, 0]
 
 

@@ -52,10 +52,9 @@ from megatron.slipstream.plan.candidates import (
 from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.lower_bounds import LowerBounds, physical_bound_ms
 from megatron.slipstream.plan.model import IterationModel
+from megatron.slipstream.plan.move_all import MAX_SHARE_GIVEN_UP, MIN_SHARE_OF_COMPUTE
 from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.search import (
-    MAX_SHARE_GIVEN_UP,
-    MIN_SHARE_OF_COMPUTE,
     GroupSearch,
     choose_for_time,
 )
@@ -842,5 +841,5 @@ def test_the_design_names_the_numbers_of_the_search() -> None:
     assert f"with up to {search.MAX_CHANGED_GROUPS}, the result is refined" in text
     assert f"{cost_trial.MIN_PAIRS} to {cost_trial.MAX_PAIRS} pairs" in text
     assert f"After {words[cost_trial.MAX_TRIALS]} trials nothing moves" in text
-    assert f"gives up at most {search.MAX_SHARE_GIVEN_UP:.0%} of the drop" in text
-    assert f"and {search.MIN_SHARE_OF_COMPUTE:.1%} of the compute time" in text
+    assert f"gives up at most {MAX_SHARE_GIVEN_UP:.0%} of the drop" in text
+    assert f"and {MIN_SHARE_OF_COMPUTE:.1%} of the compute time" in text
