@@ -14,9 +14,7 @@ from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.plan.candidates import (
     HOST_MEMORY,
-    HostInterval,
     PolicyOptions,
-    peak_in_use_bytes,
 )
 from megatron.slipstream.plan.host_layout import size_class_bytes
 from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD, GroupKey, Trace, bytes_by_step
@@ -169,7 +167,7 @@ class Plan:
     @cached_property
     def peak_host_bytes(self) -> int:
         """Peak host memory in use, in whole buffers."""
-        return peak_in_use_bytes(len(self.trace.steps), host_intervals(self.storages))
+        return peak_host_bytes(len(self.trace.steps), self.storages)
 
     @cached_property
     def num_kept_for_host_memory(self) -> int:
@@ -195,9 +193,7 @@ def absent_bytes(trace: Trace, storages: Sequence[StoragePlan]) -> tuple[int, ..
     return tuple(bytes_by_step(len(trace.steps), away))
 
 
-def host_intervals(storages: Sequence[StoragePlan]) -> list[HostInterval]:
-    """Return the interval in which each of these moving storages has a host buffer."""
-    return [
-        HostInterval(item.index, size_class_bytes(item.nbytes), item.d2h_step, item.h2d_step)
-        for item in storages
-    ]
+def peak_host_bytes(num_steps: int, storages: Sequence[StoragePlan]) -> int:
+    """Return the peak host memory in use, in whole buffers; D2H copies precede H2D copies."""
+    in_use = ((one.d2h_step, one.h2d_step + 1, size_class_bytes(one.nbytes)) for one in storages)
+    return max(bytes_by_step(num_steps, in_use), default=0)

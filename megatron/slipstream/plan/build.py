@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,19 +14,17 @@ from megatron.slipstream.plan.actions import (
     Plan,
     StoragePlan,
     absent_bytes,
-    host_intervals,
+    peak_host_bytes,
 )
 from megatron.slipstream.plan.candidates import (
     HELD_BY_KEPT,
     HELD_OUTSIDE,
+    HOST_MEMORY,
     LINGERS,
     NO_TIME,
     RECOMPUTED,
-    HostInterval,
     Kept,
     PolicyOptions,
-    keep_within_host_memory,
-    peak_in_use_bytes,
     select_groups,
 )
 from megatron.slipstream.plan.host_layout import size_class_bytes
@@ -62,7 +61,7 @@ def plan_of(model: IterationModel, options: PolicyOptions, max_steps: int) -> Pl
             groups.append(_group_plan(trace, group, planned, kept_storages, timing))
         else:
             groups.append(GroupPlan(group.key, group.name, False, selection.kept[group.key]))
-    needed_bytes = peak_in_use_bytes(len(trace.steps), host_intervals(moves.unlimited))
+    needed_bytes = peak_host_bytes(len(trace.steps), moves.unlimited)
     notes, bound = selection.notes, selection.bound
     return Plan(trace, options, tuple(groups), storages, needed_bytes, notes, bound)
 
@@ -142,19 +141,57 @@ def kept_for_host_memory(
         storages: The storages that move without a limit.
         limit_bytes: The limit; None for none.
     """
-    if limit_bytes is None:
-        return {}
-    intervals = host_intervals(storages)
-    if peak_in_use_bytes(len(model.trace.steps), intervals) <= limit_bytes:
+    if limit_bytes is None or peak_host_bytes(len(model.trace.steps), storages) <= limit_bytes:
         return {}
     if model.trace.is_timed:
         windows = [(index, model.windows[index]) for index in model.moving_storages(candidates)]
-        intervals = [
-            HostInterval(index, size_class_bytes(window.nbytes), window.begin, window.stop)
+        storages = [
+            StoragePlan(index, window.nbytes, window.begin, window.first, window.stop, window.stop)
             for index, window in windows
             if window is not None
         ]
-    return keep_within_host_memory(model.trace, sorted(candidates), intervals, limit_bytes)
+    return _keep_within(model, candidates, storages, limit_bytes)
+
+
+def _keep_within(
+    model: IterationModel,
+    candidates: frozenset[GroupKey],
+    storages: Sequence[StoragePlan],
+    limit_bytes: int,
+) -> Kept:
+    """Keep whole groups until host memory is within the limit.
+
+    At a step above the limit, keep those groups with host memory whose backward comes next: they
+    have the shortest time left on the host. In a pipeline, this keeps equally many groups of each
+    micro-batch.
+    """
+    kept: Kept = {}
+    trace, changes = model.trace, [0] * len(model.trace.steps)
+    nbytes = {item.index: size_class_bytes(item.nbytes) for item in storages}
+    for item in storages:
+        changes[item.d2h_step] += nbytes[item.index]
+        changes[item.h2d_step] -= nbytes[item.index]
+    away = {item.index: item for item in storages}
+    in_use = 0
+    # All D2H copies of a group's storages are issued by its commit, so it counts for all of them
+    # from there on.
+    by_use: list[tuple[int, GroupKey]] = []
+    for step, mark in enumerate(trace.steps):
+        in_use += changes[step]
+        if mark.kind is StepKind.FORWARD_COMMIT and mark.key in candidates:
+            heapq.heappush(by_use, (model.uses[mark.key], mark.key))
+        while in_use > limit_bytes:
+            _, key = heapq.heappop(by_use)
+            held = [away[i] for i in trace.group_by_key[key].storages if i in away]
+            if all(item.h2d_step <= step for item in held):
+                continue  # It has been reloaded by then.
+            kept[key] = HOST_MEMORY
+            for item in held:
+                del away[item.index]
+                if step < item.h2d_step:
+                    in_use -= nbytes[item.index]
+                    changes[item.h2d_step] += nbytes[item.index]
+    return kept
 
 
 def _group_plan(

@@ -8,17 +8,15 @@ reason. Reasons appear in the report, so they are written for its readers.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from megatron.slipstream.plan.trace import (
     GroupKey,
     GroupTrace,
     StepKind,
     Trace,
-    bytes_by_step,
 )
 
 
@@ -163,61 +161,6 @@ def keep_by_fraction(trace: Trace, moving: Sequence[GroupKey], fraction: float) 
         num_kept = int(len(keys) * (1.0 - fraction))
         for key in keys[len(keys) - num_kept :]:
             kept[key] = FRACTION
-    return kept
-
-
-class HostInterval(NamedTuple):
-    """The host buffer of one moving storage, in use from ``d2h_step`` until ``h2d_step``."""
-
-    storage: int
-    """Index into :attr:`Trace.storages`."""
-    nbytes: int
-    """Size of the buffer, which may be larger than the storage."""
-    d2h_step: int
-    h2d_step: int
-
-
-def peak_in_use_bytes(num_steps: int, intervals: Sequence[HostInterval]) -> int:
-    """Return the peak host bytes in use; at each step D2H copies precede H2D copies."""
-    in_use = ((each.d2h_step, each.h2d_step + 1, each.nbytes) for each in intervals)
-    return max(bytes_by_step(num_steps, in_use), default=0)
-
-
-def keep_within_host_memory(
-    trace: Trace, moving: Sequence[GroupKey], intervals: Sequence[HostInterval], limit_bytes: int
-) -> Kept:
-    """Keep whole groups until peak host memory is within the limit.
-
-    At a step above the limit, keep those groups with host memory whose backward comes next: they
-    have the shortest time left on the host. In a pipeline, this keeps equally many groups of each
-    micro-batch.
-    """
-    kept: Kept = {}
-    changes = [0] * len(trace.steps)
-    for interval in intervals:
-        changes[interval.d2h_step] += interval.nbytes
-        changes[interval.h2d_step] -= interval.nbytes
-    loan_of = {interval.storage: interval for interval in intervals}
-    wanted = set(moving)
-    in_use = 0
-    # All D2H copies of a group's storages are issued by its commit, so it counts for all of them
-    # from there on.
-    by_use: list[tuple[int, GroupKey]] = []
-    for step, mark in enumerate(trace.steps):
-        in_use += changes[step]
-        if mark.kind is StepKind.FORWARD_COMMIT and mark.key in wanted:
-            heapq.heappush(by_use, (trace.step_index[StepKind.BACKWARD_USE, mark.key], mark.key))
-        while in_use > limit_bytes:
-            _, key = heapq.heappop(by_use)
-            held = [loan_of[i] for i in trace.group_by_key[key].storages if i in loan_of]
-            if all(interval.h2d_step <= step for interval in held):
-                continue  # It has been reloaded by then.
-            kept[key] = HOST_MEMORY
-            for interval in held:
-                del loan_of[interval.storage]
-                if step < interval.h2d_step:
-                    in_use -= interval.nbytes
-                    changes[interval.h2d_step] += interval.nbytes
     return kept
 
 
