@@ -260,16 +260,15 @@ class Judge:
         if other in self._given_up and goal <= self._given_up[other]:
             return False
         trial = self._trial(other)
-        bound = self._bound(other, trial)
-        if bound.excess_bytes > goal.excess_bytes + self.input_bytes or goal.is_near(bound):
-            return False
-        score = self._score(other, trial, goal)
-        if goal <= score and self._refines:
-            score = self._score(other, trial, goal, MAX_STEPS_OF_REFINING)
-        if score == WORST:
-            self._given_up[other] = goal
-        else:
+        bound, score = self._bound(other, trial, goal), WORST
+        if bound.excess_bytes <= goal.excess_bytes + self.input_bytes and not goal.is_near(bound):
+            score = self._score(other, trial, goal)
+            if goal <= score and self._refines:
+                score = self._score(other, trial, goal, MAX_STEPS_OF_REFINING)
+        if score != WORST:
             self.scores[other] = score
+        elif not self._refines:
+            self._given_up[other] = goal
         return score < goal
 
     def _trial(self, assignment: Assignment) -> _Trial:
@@ -277,12 +276,14 @@ class Judge:
         self.num_steps += len(trace.steps)
         return _Trial(trace)
 
-    def _bound(self, assignment: Assignment, trial: _Trial) -> Score:
+    def _bound(self, assignment: Assignment, trial: _Trial, goal: Score) -> Score:
         """Return a score that the assignment does not exceed in quality."""
         target, total_ms = self._limits.device_bytes, self.compute_ms(assignment)
-        lowest_bytes = max(trial.bounds.lowest_peak_bytes(), trial.counted_bytes(self._limits))
-        if lowest_bytes > target:
-            return Score(lowest_bytes - target, total_ms)
+        excess_bytes = trial.bounds.lowest_peak_bytes() - target
+        if excess_bytes <= goal.excess_bytes + self.input_bytes:
+            excess_bytes = max(excess_bytes, trial.counted_bytes(self._limits) - target)
+        if excess_bytes > 0:
+            return Score(excess_bytes, total_ms)
         return Score(0.0, total_ms + trial.bounds.least_stall_ms(target) * self._scale)
 
     def _score(

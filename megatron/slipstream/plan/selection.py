@@ -103,8 +103,7 @@ def select(
         return _select_for_time(model, moving | optional, kept, options.max_overhead_percent)
     by_count = _select_by_count(model, options, moving, kept)
     if not trace.is_timed:
-        steps = _away_at_the_peak(model, by_count)
-        return replace(by_count, steps=steps, notes=why_not)
+        return replace(by_count, steps=_away_at_the_peak(model, by_count), notes=why_not)
     fitting = model.fitting_groups(moving | optional)
     choice = choose_as_given(
         model,
