@@ -19,8 +19,6 @@ from megatron.slipstream.fine_grained_activation_offload.markers import (
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
 
-pytestmark = pytest.mark.releases
-
 OPTION = {"offload_checkpoint_inputs": True}
 
 
@@ -48,6 +46,7 @@ CASES = {
 }
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_inputs_of_checkpoints_move(case: ModelCase) -> None:
     counts = (2, 3, 2, 3)
@@ -78,6 +77,7 @@ def test_without_the_option_they_stay() -> None:
     assert result.moved_bytes == 0
 
 
+@pytest.mark.releases
 def test_a_function_that_has_moved_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mcore_random, "CheckpointFunction")
     with pytest.raises(RuntimeError, match="CheckpointFunction.apply does not exist"):
