@@ -16,8 +16,8 @@ from garbage import give_back_unused_memory
 from megatron_models import use_gpu
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
-from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import make_backend
 from megatron.slipstream.graphs.capture import graph_pool_bytes
 from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import make_backend
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
-from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.native_store import make_store
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
+from megatron.slipstream.fine_grained_activation_offload.storage import GroupLabel
 from megatron.slipstream.plan.trace import GroupKey
 
 LAZY_NATIVE = "cpu-lazy, native"

@@ -29,9 +29,9 @@ from torch._inductor import config as inductor
 
 from megatron.slipstream.fine_grained_activation_offload import peak_statistics
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
-from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import make_backend
 from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 from megatron.slipstream.patches import releases
 

@@ -43,8 +43,8 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
-from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
+from megatron.slipstream.fine_grained_activation_offload.storage import memory_of
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.plan.staying import Staying
 
@@ -351,7 +351,7 @@ class AttachedEngine(OffloadEngine):
         if nbytes >= MIN_GROWTH * known and nbytes > 0:
             self._largest[group.key.group] = nbytes
             self.lifecycle.plans.forget(entry)
-            self._executor.leave_plan(self.now, self.now.num_steps)
+            self.executor.leave_plan(self.now, self.now.num_steps)
 
     def _open_pass(self) -> None:
         self._constants = None

@@ -26,7 +26,7 @@ from megatron.slipstream.attached.engine import (
     VersionCheckedTensor,
 )
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
-from megatron.slipstream.fine_grained_activation_offload.memory_of import is_dense
+from megatron.slipstream.fine_grained_activation_offload.storage import is_dense
 
 
 class _Saved:

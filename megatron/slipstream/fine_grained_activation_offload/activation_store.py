@@ -27,19 +27,20 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
     SavedTensor,
 )
-from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.host_pool import (
     HostMemoryFull,
     HostPool,
 )
 from megatron.slipstream.fine_grained_activation_offload.markers import mark
-from megatron.slipstream.fine_grained_activation_offload.memory_of import is_dense, memory_of
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import (
+    GroupLabel,
     Residence,
     SavedStorage,
+    is_dense,
     is_there,
+    memory_of,
 )
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.plan.actions import Plan

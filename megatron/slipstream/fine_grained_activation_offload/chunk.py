@@ -11,7 +11,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
-from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
+from megatron.slipstream.fine_grained_activation_offload.storage import GroupLabel
 from megatron.slipstream.plan.trace import BACKWARD, OUTPUT_LAYER, GroupKey, Step, StepKind
 
 

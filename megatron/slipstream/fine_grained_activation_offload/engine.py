@@ -103,7 +103,7 @@ class OffloadEngine:
         parts = (self.store, self.recorder, self._report)
         self.lifecycle = Lifecycle(*parts, options or PolicyOptions())
         """Decides which plan an iteration follows."""
-        self._executor = self.lifecycle.executor
+        self.executor = self.lifecycle.executor
         self.store.host_pool.limit_bytes = self.options.host_memory_limit_bytes
         self._policy: Optional[PassPolicy] = None
         """The policy of the latest pass."""
@@ -138,7 +138,7 @@ class OffloadEngine:
 
         C++ does not check whether offloading is suspended.
         """
-        self._executor.follow_in_python(self.now)
+        self.executor.follow_in_python(self.now)
 
     @property
     def options(self) -> PolicyOptions:
@@ -192,7 +192,7 @@ class OffloadEngine:
         if policy != self._policy:
             self._policy = policy
             if self.lifecycle.change_options(policy.applied_to(self.options)):
-                self._executor.leave_plan(self.now, self.now.num_steps)
+                self.executor.leave_plan(self.now, self.now.num_steps)
         now = self.now
         if not now.has_begun:
             now.has_begun = True
@@ -234,7 +234,7 @@ class OffloadEngine:
         group = now.chunk.open_group(name)
         now.started = group
         self.store.modules[name].num_groups += 1
-        self._advance(StepKind.FORWARD_START, group)
+        self.advance(StepKind.FORWARD_START, group)
 
     def take_started(self) -> Optional[OffloadTensorGroup]:
         """Return the group whose region is being entered, if its saved tensors are tracked.
@@ -400,7 +400,7 @@ class OffloadEngine:
                 self.store.commit(group)
                 if now.chunk is not None and name in now.chunk.given_up_by:
                     self.store.give_up(group, given_up)
-            self._advance(StepKind.FORWARD_COMMIT, group)
+            self.advance(StepKind.FORWARD_COMMIT, group)
         return group
 
     def end_without_node(self, tensor: torch.Tensor, name: str) -> None:
@@ -413,13 +413,13 @@ class OffloadEngine:
         """Note that backward, which may outlive its iteration, needs the group from here on."""
         if group.state is GroupState.COMMITTED and self.now.find(group.key) is group:
             group.move_to(GroupState.IN_USE)
-            self._advance(StepKind.BACKWARD_USE, group)
+            self.advance(StepKind.BACKWARD_USE, group)
 
     def end_group(self, group: OffloadTensorGroup, *_: object) -> None:
         """Note that backward has left the group. An autograd hook; ignores the gradients."""
         if group.state is GroupState.IN_USE and self.now.find(group.key) is group:
             group.move_to(GroupState.DONE)
-            self._advance(StepKind.BACKWARD_END, group)
+            self.advance(StepKind.BACKWARD_END, group)
 
     def mark_output(self, kind: StepKind) -> None:
         """Mark the start or the end of the output layer in forward.
@@ -431,7 +431,7 @@ class OffloadEngine:
             return
         chunk = self._marked_pass()
         if chunk is not None:
-            self._advance(kind, mark_of_no_group(chunk, kind))
+            self.advance(kind, mark_of_no_group(chunk, kind))
 
     def mark_gradient(self, kind: StepKind, tensors: list[torch.Tensor]) -> None:
         """Mark, once, where backward first has the gradient of any of these tensors.
@@ -451,7 +451,7 @@ class OffloadEngine:
         # Backward may run after its iteration has ended.
         passes = self.now.passes
         if chunk.index < len(passes) and passes[chunk.index] is chunk:
-            self._advance(mark.kind, mark)
+            self.advance(mark.kind, mark)
 
     def _marked_pass(self) -> Optional[ChunkOffloadHandler]:
         """Return the running forward pass if it has groups; otherwise nothing can move."""
@@ -466,17 +466,17 @@ class OffloadEngine:
             self.do_offload and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         )
 
-    def _advance(self, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
-        """Process a mark: see :meth:`PlanExecutor.come_to`."""
+    def advance(self, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
+        """Process a mark: see :meth:`PlanExecutor.come_to`. C++ calls it when a mark departs."""
         if self.now.num_steps == 0:
             self.lifecycle.begin(self.now)
-        self._executor.come_to(self.now, kind, at)
+        self.executor.come_to(self.now, kind, at)
 
     def clear_iteration(self) -> CountedModules:
         """Discard the iteration so far. Return its counters."""
         self.delayed.clear()
         self.store.copy_streams.forget_waits()
-        self._executor.clear(self.now)
+        self.executor.clear(self.now)
         counted = self.store.end_iteration()
         self.recorder.clear()
         self.now = Iteration()

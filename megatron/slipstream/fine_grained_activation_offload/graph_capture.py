@@ -43,9 +43,8 @@ from megatron.slipstream.fine_grained_activation_offload.counted_modules import 
 )
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
-from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
-from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
+from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage, memory_of
 from megatron.slipstream.fine_grained_activation_offload.verify import nothing_poisoned
 from megatron.slipstream.plan.actions import GroupPlan, Plan, StoragePlan
 from megatron.slipstream.plan.host_layout import size_class_bytes

@@ -9,8 +9,7 @@ import itertools
 import weakref
 from typing import Optional
 
-from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
-from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
+from megatron.slipstream.fine_grained_activation_offload.storage import GroupLabel, SavedStorage
 from megatron.slipstream.plan.trace import GroupKey, Trace
 
 _serial_numbers = itertools.count()

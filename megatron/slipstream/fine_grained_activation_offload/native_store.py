@@ -23,10 +23,9 @@ from megatron.slipstream.fine_grained_activation_offload.counted_modules import 
     add_counters,
 )
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
-from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
-from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
+from megatron.slipstream.fine_grained_activation_offload.storage import GroupLabel, SavedStorage
 from megatron.slipstream.plan.actions import Action, ActionKind, Plan
 
 

@@ -28,14 +28,13 @@ import enum
 import itertools
 import weakref
 from collections.abc import Hashable
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Here, Stream
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams, Signal
-from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.hidden_leaves import (
     LeafReference,
     empty_if_hidden,
@@ -43,10 +42,33 @@ from megatron.slipstream.fine_grained_activation_offload.hidden_leaves import (
     refill,
 )
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostAllocation, HostPool
+from megatron.slipstream.plan.trace import GroupKey
 
 DEVICE_ALIGNMENT_BYTES = 512
 """A copied part of a storage starts at a multiple of this, like every device allocation: kernels
 are selected by alignment, and another kernel would round differently."""
+
+
+class GroupLabel(NamedTuple):
+    """A group's position in the iteration and in the model."""
+
+    key: GroupKey
+    name: str
+    layer: int = 0
+    """Number of earlier groups of this name in the pass."""
+    micro_batch: int = 0
+    """Number of earlier passes through this model chunk in the iteration."""
+    vp_stage: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.key}.{self.name}"
+
+    def describe(self) -> str:
+        """Describe the group for error messages."""
+        return (
+            f"{self.name} of layer {self.layer} (of this model chunk, {self.vp_stage}) in "
+            f"micro-batch {self.micro_batch}"
+        )
 
 
 class Residence(enum.Enum):
@@ -388,3 +410,25 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 def is_there(tensor: torch.Tensor) -> bool:
     """Return whether it has its memory: a tensor to be recomputed has none until backward."""
     return _extent(tensor)[1] <= tensor.untyped_storage().nbytes()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether its elements are in one storage, found there by shape and strides alone.
+
+    Asking other tensors for their storage or address raises an exception (sparse, opaque and
+    ``torch.func`` tensors) or returns a storage without bytes (functional and wrapper tensors).
+    """
+    return (
+        tensor.layout is torch.strided
+        and torch._C._has_storage(tensor)
+        and not (tensor.is_nested or tensor.is_quantized)
+        and not torch._is_functional_tensor(tensor)
+    )
+
+
+def memory_of(tensor: torch.Tensor) -> Optional[int]:
+    """Return the identity of its storage, which is not reused while the storage lives.
+
+    None if it has no storage. Works for tensors of any kind.
+    """
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None

@@ -16,12 +16,12 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
     Event,
     Stream,
 )
-from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
     CpuBackend,
     LazyCpuBackend,
 )
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import make_backend
 
 CPU = torch.device("cpu")
 NBYTES = 64

@@ -284,7 +284,7 @@ def test_a_group_whose_end_departs_from_the_plan_is_released_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manager = make_manager("cpu", release_lag=2)
-    fallback, waiting = manager.engine._executor._fallback, []
+    fallback, waiting = manager.engine.executor._fallback, []
     come_to_group = fallback.come_to_group
 
     def watching(*arguments: Any) -> None:

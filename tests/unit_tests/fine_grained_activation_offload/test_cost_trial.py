@@ -46,7 +46,7 @@ def test_what_costs_too_much_is_declined_and_the_engine_left_out() -> None:
     assert moved == sorted(moved, reverse=True)
     assert len(moved) <= MAX_TRIALS
     copied, num_iterations = engine.clock.num_copies, engine.report.num_iterations
-    engine.engine._advance = None  # type: ignore[assignment, method-assign]  # no mark may come to it
+    engine.engine.advance = None  # type: ignore[assignment, method-assign]  # no mark may come to it
     took_ms = train(engine, 4)
     assert took_ms == pytest.approx([NUM_PASSES * PASS_MS] * 4)
     assert engine.clock.num_copies == copied

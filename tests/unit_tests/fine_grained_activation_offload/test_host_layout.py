@@ -320,10 +320,10 @@ def test_gradients_are_right_if_nothing_comes_back_as_planned(
         return changed
 
     (entry,) = manager.engine.lifecycle.plans._entries.values()
-    compile_steps, perform = manager.store.compile_steps, manager.engine._executor.perform
+    compile_steps, perform = manager.store.compile_steps, manager.engine.executor.perform
     entry.steps = compile_steps(without_reloads(entry.plan))
     monkeypatch.setattr(
-        manager.engine._executor,
+        manager.engine.executor,
         "perform",
         lambda now, action: action.kind is ActionKind.H2D or perform(now, action),
     )

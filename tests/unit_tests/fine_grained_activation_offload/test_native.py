@@ -23,12 +23,12 @@ from toy_model import SCHEDULES, WIDTH, all_equal, make_chunks, make_manager, ru
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Copy, nbytes_of
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
-from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.fine_grained_activation_offload.native_store import make_store
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.regions import RegionFlag, Regions
+from megatron.slipstream.fine_grained_activation_offload.storage import GroupLabel
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan import selection
 from megatron.slipstream.plan.actions import ActionKind

@@ -13,7 +13,7 @@ from hand_driven import LAZY_NATIVE, HandDriven
 from tensor_kinds import KINDS, STAYING, dense, tensor_of_kind
 from torch.autograd import forward_ad
 
-from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
+from megatron.slipstream.fine_grained_activation_offload.storage import memory_of
 from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 from megatron.slipstream.plan.staying import Staying, texts_of
 

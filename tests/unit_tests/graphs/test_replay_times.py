@@ -18,13 +18,13 @@ from timed_backend import TimedBackend
 from toy_model import all_equal, make_chunks, make_manager, micro_batch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
-from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
     CopyTime,
     slowdown_ms_per_gb,
 )
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Timings
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import make_backend
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, Times
 from megatron.slipstream.graphs.bank import ChunkGraphs

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.training import global_vars
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-from megatron.slipstream.fine_grained_activation_offload.host_limit import SharedHostLimit
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import SharedHostLimit
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.integration.budget.device_limits import optimizer_host_bytes
 

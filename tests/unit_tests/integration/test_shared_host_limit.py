@@ -14,8 +14,10 @@ from attached_models import Decoder
 
 from megatron.slipstream.attached.handle import Attached, attach
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-from megatron.slipstream.fine_grained_activation_offload.engine_setup import host_limit
-from megatron.slipstream.fine_grained_activation_offload.host_limit import SharedHostLimit
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import (
+    SharedHostLimit,
+    host_limit,
+)
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.integration import install
 from megatron.slipstream.options.fields import OffloadConfig

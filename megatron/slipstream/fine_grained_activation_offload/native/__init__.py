@@ -18,14 +18,13 @@ import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes
 from megatron.slipstream.fine_grained_activation_offload.group import GroupState
-from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.hidden_leaves import (
     empty_if_hidden,
     refill,
 )
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostMemoryFull
 from megatron.slipstream.fine_grained_activation_offload.native.build import BuildError, load
-from megatron.slipstream.fine_grained_activation_offload.storage import Residence
+from megatron.slipstream.fine_grained_activation_offload.storage import GroupLabel, Residence
 from megatron.slipstream.plan.host_layout import size_class_bytes
 from megatron.slipstream.plan.trace import BACKWARD, OUTPUT_LAYER, GroupKey, Step, StepKind
 

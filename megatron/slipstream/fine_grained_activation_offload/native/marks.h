@@ -164,21 +164,21 @@ class Marks {
   static void advance(const py::object& engine, Iteration& now, const py::object& kind,
                       Group& group) {
     if (is_planned(engine, now, kind, group.place())) return;
-    engine.attr("_advance")(kind, group.shared_from_this());
+    engine.attr("advance")(kind, group.shared_from_this());
   }
 
   static void advance(const py::object& engine, Iteration& now, const py::object& kind,
                       const Place& place) {
     if (is_planned(engine, now, kind, place)) return;
     const py::object key = python->group_key(place.chunk_pass, place.group);
-    engine.attr("_advance")(kind, python->step(kind, key, place.name));
+    engine.attr("advance")(kind, python->step(kind, key, place.name));
   }
 
   // Performs the step. Returns false, with no effect, if the plan has a different step or none.
   static bool is_planned(const py::object& engine, Iteration& now, const py::object& kind,
                          const Place& place) {
     if (!now.follows_steps()) return false;
-    const auto executor = [&engine] { return GET(engine, "_executor"); };
+    const auto executor = [&engine] { return GET(engine, "executor"); };
     return inside<Steps>(now.steps()).come_to(executor, now, kind, place);
   }
 };

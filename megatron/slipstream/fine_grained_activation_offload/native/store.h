@@ -22,7 +22,7 @@ inline py::object keep(py::object object, const at::Tensor& tensor) {
   return wrap(tensor.detach());
 }
 
-// `is_dense` in memory_of.py.
+// `is_dense` in storage.py.
 inline bool is_dense(const at::Tensor& tensor) {
   return tensor.layout() == c10::kStrided && tensor.has_storage() && !tensor.is_nested() &&
          !tensor.is_quantized() && !tensor.key_set().has(c10::DispatchKey::Functionalize);

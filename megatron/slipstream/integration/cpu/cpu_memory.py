@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.slipstream.fine_grained_activation_offload.memory_of import memory_of
+from megatron.slipstream.fine_grained_activation_offload.storage import memory_of
 
 GLOO_RELEASES_S = 0.0005
 """After a collective returns, gloo's thread keeps its tensors alive for about 0.15 ms."""

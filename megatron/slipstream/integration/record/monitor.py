@@ -20,8 +20,8 @@ from typing import Any, Optional
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
-from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import make_backend
 from megatron.slipstream.graphs.capture import graph_pool_bytes
 from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 from megatron.slipstream.plan.render import format_bytes
