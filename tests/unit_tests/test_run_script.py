@@ -321,6 +321,27 @@ def test_a_release_is_tested_in_the_files_that_have_tests_for_it(
     ]
 
 
+def test_a_checkout_is_copied_without_what_would_come_before_ours(
+    machine: dict[str, str], clone: Path, tmp_path: Path
+) -> None:
+    checkout = tmp_path / "Megatron-LM"
+    datasets = checkout / "megatron" / "core" / "datasets"
+    datasets.mkdir(parents=True)
+    for name in ("../package_info.py", "Makefile", "helpers_cpp.so"):
+        (datasets / name).touch()
+    (checkout / "tools").mkdir()
+    result = run("test-release", "--source", str(checkout), "-q", env=machine, script=clone)
+    assert result.returncode == 0, result.stderr
+    copy = clone.parent / ".releases" / "source"
+    assert not (copy / "tools").exists()
+    assert [path.name for path in (copy / "megatron/core/datasets").iterdir()] == ["helpers_cpp.so"]
+    calls = Path(machine["CALLS"]).read_text().splitlines()
+    assert any(call.startswith("-m|pytest|-m|releases|-q") for call in calls)
+    refused = run("test-release", "--source", str(tmp_path), env=machine, script=clone)
+    assert refused.returncode != 0
+    assert "--source needs a checkout of Megatron-LM" in refused.stderr
+
+
 def release_installs(env: dict[str, str], release: str) -> list[str]:
     calls = Path(env["CALLS"]).read_text().splitlines()
     return [call for call in calls if call.endswith(f"|megatron-core=={release}")]
