@@ -30,6 +30,8 @@ MODULE_NAMES: Mapping[str, str] = {
     "moe_act": "activation function of the experts (saves the first GEMM's output)",
     "fused_group_mlp": "the experts' fused grouped MLP (Transformer Engine operation fuser; from "
     "megatron-core 0.19 on)",
+    "gdp_qkv": "causal convolution and query/key/value preparation of a gated delta product (saves "
+    "their input; from megatron-core 0.20 on)",
     **OWN_MODULES,
 }
 """Names for ``offload_modules`` with the tensors saved for backward: modules that megatron-core

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Optional
 
@@ -23,6 +23,11 @@ from megatron.slipstream.plan.candidates import PolicyOptions
 
 logger = logging.getLogger(__name__)
 
+_INSTEAD: Mapping[str, str] = {
+    "buffer_size_gib": "set offload_host_memory_limit_bytes to limit host memory"
+}
+"""For options that later releases of megatron-core pass, what to set instead."""
+
 
 class PipelineOffloadManager:
     """megatron-core's interface of an engine.
@@ -35,6 +40,8 @@ class PipelineOffloadManager:
         self.engine = engine
         """Does the work."""
         self._has_warned_of_no_groups = False
+        self._unknown: set[str] = set()
+        """Options without effect, of which a warning was logged."""
         self._cuda_graph_stream: Optional[Stream] = None
         self._cuda_graph_event: Optional[Event] = None
         self._in_replay = False
@@ -148,6 +155,7 @@ class PipelineOffloadManager:
         delta_offload_bytes_across_pp_ranks: int = 0,
         activation_offload_fraction: float = 1.0,
         max_inflight_offloads: Optional[int] = None,
+        **others: Any,
     ) -> None:
         """Begin a pass through a model chunk. Called by the model before its first layer.
 
@@ -161,7 +169,9 @@ class PipelineOffloadManager:
             delta_offload_bytes_across_pp_ranks: Additional bytes that each later rank keeps.
             activation_offload_fraction: Fraction of a pass's groups that move.
             max_inflight_offloads: See ``PolicyOptions``.
+            **others: What a later megatron-core passes. A warning says so once, unless it is None.
         """
+        self._warn_of(others)
         policy = PassPolicy(
             min_offloaded_tensor_size,
             activation_offload_fraction,
@@ -169,6 +179,19 @@ class PipelineOffloadManager:
             max_inflight_offloads,
         )
         self.engine.begin_pass(vp_stage or 0, policy, pp_rank)
+
+    def _warn_of(self, others: Mapping[str, Any]) -> None:
+        for name, value in others.items():
+            if value is None or name in self._unknown:
+                continue
+            self._unknown.add(name)
+            instead = _INSTEAD.get(name, "leave it out")
+            logger.warning(
+                "%s=%s has no effect with Slipstream's engine, which does not know it; %s",
+                name,
+                value,
+                instead,
+            )
 
     def reset(self, **_: Any) -> None:
         """End an iteration. The schedule calls this after forward-backward, or forward alone."""
