@@ -69,7 +69,7 @@ def end_by_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tell_discarded_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``CheckpointWithoutOutput.discard_output_and_register_recompute``."""
+    """Replace the method of ``CheckpointWithoutOutput`` that discards its outputs."""
 
     @functools.wraps(original)
     def discard(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
@@ -77,12 +77,22 @@ def tell_discarded_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
         if engine is not None:
             for output in checkpoint.outputs or ():
                 engine.store.before_discard(output)
-        original(checkpoint, *arguments, **options)
-        hook_tensor = arguments[0] if arguments else options["hook_tensor"]
-        if not hook_tensor.requires_grad:
-            forget_recomputation(checkpoint)
+        return original(checkpoint, *arguments, **options)
 
     return discard
+
+
+def end_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``CheckpointWithoutOutput.discard_output_and_register_recompute``."""
+    discard = tell_discarded_outputs(original)
+
+    @functools.wraps(original)
+    def end(checkpoint: Any, hook_tensor: torch.Tensor) -> None:
+        discard(checkpoint, hook_tensor)
+        if not hook_tensor.requires_grad and getattr(checkpoint, "ckpt_manager", None) is None:
+            forget_recomputation(checkpoint)
+
+    return end
 
 
 def forget_recomputation(checkpoint: Any) -> None:

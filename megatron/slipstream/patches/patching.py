@@ -50,6 +50,9 @@ class Patch:
     """First release of megatron-core that needs it, such as '0.18'; empty: the oldest."""
     until: str = ""
     """Last one; empty: the newest and, until that is known to need it no more, what follows."""
+    unless: str = ""
+    """Dotted path of a name whose presence says that the patch is not needed: commits of a
+    development branch share a version. Absence of a name says nothing."""
     parameters: Optional[tuple[str, ...]] = None
     """First parameters of the original that the replacement relies on; None: any."""
     attributes: tuple[str, ...] = ()
@@ -72,7 +75,7 @@ class Patch:
         has_range = bool(self.since or self.until)
         if has_range and not is_within(installed_version(), self.since, self.until):
             return False
-        return self.condition()
+        return self.condition() and not (self.unless and _exists(self.unless))
 
     def check(self) -> tuple[Any, str]:
         """Return the owner of the target and its attribute name.
@@ -99,6 +102,14 @@ class Patch:
                 f"{_installed()}, which its patch needs; {_cure()}"
             )
         return owner, name
+
+
+def _exists(path: str) -> bool:
+    try:
+        resolve(path)
+    except RuntimeError:
+        return False
+    return True
 
 
 class _Applied(NamedTuple):

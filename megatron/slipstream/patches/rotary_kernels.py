@@ -28,11 +28,13 @@ from unittest.mock import Mock
 import torch
 from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
 
-IN_PLACE = ("rotary_fwd_q_kernel", "rotary_bwd_q_kernel")
-"""Kernels of megatron-core's module that work in place."""
-SUMMING = "rotary_bwd_kv_kernel"
-"""The kernel that sums over heads."""
-NAMES = (*IN_PLACE, "rotary_fwd_kv_kernel", SUMMING)
+IN_PLACE = (
+    *("rotary_fwd_q_kernel", "rotary_bwd_q_kernel"),
+    *("_mla_rope_fwd_inplace_kernel", "_mla_rope_bwd_inplace_kernel"),
+)
+"""Kernels of megatron-core's module that work in place, by their old and their new names."""
+SUMMING = ("rotary_bwd_kv_kernel", "_mla_rope_bwd_kv_split_kernel")
+"""Those that sum over heads."""
 
 MOST_HEADS_SUMMED = 16
 """Block size, in heads, for deterministic algorithms."""
@@ -48,7 +50,7 @@ def restrict_autotune_configs(kernel: Any) -> Any:
     name = kernel.fn.__name__
     restricted = copy.copy(kernel)
     restricted.cache = {}
-    restricted.early_config_prune = one_whole_block if name == SUMMING else whole_blocks
+    restricted.early_config_prune = one_whole_block if name in SUMMING else whole_blocks
     restricted.configs = [copy.copy(config) for config in kernel.configs]
     if name in IN_PLACE:
         for config in restricted.configs:

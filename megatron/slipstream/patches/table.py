@@ -74,19 +74,31 @@ CALLS = (
     ),
 )
 
+_FUSED_ROTATION = f"{_CORE}.fusions.fused_mla_yarn_rope_apply"
+_OLD_KERNELS = tuple(f"rotary_{name}_kernel" for name in ("fwd_q", "bwd_q", "fwd_kv", "bwd_kv"))
+_KERNELS = tuple(
+    f"_mla_rope_{name}_kernel"
+    for name in ("fwd_inplace", "bwd_inplace", "fwd_kv_split", "bwd_kv_split")
+)
+_IS_EARLY_0_20 = f"{_FUSED_ROTATION}.{_OLD_KERNELS[0]}"
+"""Of the commits of 0.20, those from before August 2026 have it."""
 ROTATION = tuple(
     Patch(
-        f"{_CORE}.fusions.fused_mla_yarn_rope_apply.{name}",
+        f"{_FUSED_ROTATION}.{name}",
         _lazy("rotary_kernels", "restrict_autotune_configs"),
         "some block sizes that Triton may choose compute wrong gradients",
         (4640, 7103),
+        since=since,
+        until=until,
+        unless=unless,
         attributes=("cache", "configs", "early_config_prune", "fn"),
         condition=_condition("rotary_kernels", "runs_triton"),
     )
-    for name in (
-        *("rotary_fwd_q_kernel", "rotary_bwd_q_kernel"),
-        *("rotary_fwd_kv_kernel", "rotary_bwd_kv_kernel"),
+    for names, since, until, unless in (
+        (_OLD_KERNELS, "", "0.20", f"{_FUSED_ROTATION}.{_KERNELS[0]}"),
+        (_KERNELS, "0.20", "", _IS_EARLY_0_20),
     )
+    for name in names
 )
 
 GROUPS = (
@@ -121,14 +133,22 @@ NAMES = (
     ),
 )
 
+_CHECKPOINT = f"{_CORE}.tensor_parallel.random.CheckpointWithoutOutput"
 DISCARDED = (
     Patch(
-        f"{_CORE}.tensor_parallel.random.CheckpointWithoutOutput"
-        ".discard_output_and_register_recompute",
-        _lazy("marks", "tell_discarded_outputs"),
+        f"{_CHECKPOINT}.discard_output_and_register_recompute",
+        _lazy("marks", "end_checkpoint"),
         "a copy to the host would read memory that has been discarded to be recomputed, and the "
         "inputs of an evaluation would lie beside the activations of training",
         parameters=("self", "hook_tensor"),
+    ),
+    Patch(
+        f"{_CHECKPOINT}._discard_outputs",
+        _lazy("marks", "tell_discarded_outputs"),
+        "the same where a manager discards the outputs of several checkpoints",
+        parameters=("self",),
+        since="0.20",
+        unless=_IS_EARLY_0_20,
     ),
 )
 

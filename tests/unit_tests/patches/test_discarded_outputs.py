@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
+from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from toy_model import make_manager
 
@@ -31,15 +32,41 @@ def test_the_engine_hears_of_each_output_and_evaluations_keep_no_inputs(
         lambda tensor: heard.append(tensor.untyped_storage().nbytes()),
     )
     outputs, ctx = (torch.ones(3), torch.ones(5)), object()
-    checkpoint = SimpleNamespace(outputs=outputs, ctx=ctx, run_function=None, _recompute=None)
+    checkpoint: Any = CheckpointWithoutOutput()
+    checkpoint.outputs, checkpoint.ctx = outputs, ctx
     table.apply(Feature.ENGINE)
     try:
-        discard = CheckpointWithoutOutput.discard_output_and_register_recompute
         with patch.object(mcore_offload.PipelineOffloadManager, "OFFLOAD_MGR", manager):
-            discard(checkpoint, torch.ones(1, requires_grad=is_trained) * 2)
+            hook_tensor = torch.ones(1, requires_grad=is_trained) * 2
+            checkpoint.discard_output_and_register_recompute(hook_tensor)
     finally:
         table.undo(Feature.ENGINE)
-    assert heard == [12, 20]
+    assert heard[:2] == [12, 20], "then, from 0.20 on, by the method that discards"
     assert [output.untyped_storage().nbytes() for output in outputs] == [0, 0]
     assert checkpoint.ctx is (ctx if is_trained else None)
     assert checkpoint.outputs is (outputs if is_trained else None)
+
+
+def test_the_engine_hears_of_outputs_that_a_manager_discards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manages = next(row for row in table.DISCARDED if row.target.endswith("._discard_outputs"))
+    if not manages.is_needed():
+        pytest.skip("this release discards the outputs of each checkpoint alone")
+    heard: list[torch.Tensor] = []
+    manager = make_manager("cpu")
+    monkeypatch.setattr(manager.store, "before_discard", heard.append)
+    together = random.CheckpointWithoutOutputManager()
+    checkpoint: Any = CheckpointWithoutOutput(ckpt_manager=together)
+    checkpoint.outputs = (torch.ones(3),)
+    together.add_checkpoint(checkpoint)
+    table.apply(Feature.ENGINE)
+    try:
+        with patch.object(mcore_offload.PipelineOffloadManager, "OFFLOAD_MGR", manager):
+            hook_tensor = torch.ones(1)
+            checkpoint.discard_output_and_register_recompute(hook_tensor)
+            heard.clear()  # Told early: it is recomputed in any case.
+            together.discard_all_outputs_and_register_unified_recompute(hook_tensor)
+    finally:
+        table.undo(Feature.ENGINE)
+    assert heard == [checkpoint.outputs[0]]

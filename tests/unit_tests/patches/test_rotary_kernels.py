@@ -13,7 +13,7 @@ from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
 
 from megatron.slipstream.integration import install
 from megatron.slipstream.options.fields import OffloadConfig
-from megatron.slipstream.patches import rotary_kernels, table
+from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
 
 pytestmark = pytest.mark.releases
@@ -26,7 +26,11 @@ def patches() -> Iterator[None]:
     table.undo(Feature.FUSED_ROTATION)
 
 
-def tuners(names: Sequence[str] = rotary_kernels.NAMES) -> list[Any]:
+NAMES = [patch.target.rpartition(".")[2] for patch in table.ROTATION if patch.is_needed()]
+"""The kernels of the installed release."""
+
+
+def tuners(names: Sequence[str] = NAMES) -> list[Any]:
     return [getattr(fused, name) for name in names]
 
 
@@ -36,12 +40,12 @@ def num_warps_of(names: Sequence[str]) -> set[int]:
 
 def test_in_place_blocks_have_one_warp_and_nothing_is_tuned_yet() -> None:
     blocks = [[config.kwargs for config in kernel.configs] for kernel in tuners()]
-    assert num_warps_of(rotary_kernels.IN_PLACE) == {1}
-    assert num_warps_of(rotary_kernels.NAMES[2:]) == {4}
+    assert num_warps_of(NAMES[:2]) == {1}
+    assert num_warps_of(NAMES[2:]) == {4}
     assert not any(kernel.cache for kernel in tuners())
     patched = tuners()
     table.undo(Feature.FUSED_ROTATION)
-    assert num_warps_of(rotary_kernels.NAMES) == {4}
+    assert num_warps_of(NAMES) == {4}
     assert blocks == [[config.kwargs for config in kernel.configs] for kernel in tuners()]
     assert not any(a is b or a.cache is b.cache for a, b in zip(patched, tuners(), strict=True))
 
@@ -69,7 +73,7 @@ def test_heads_are_summed_in_one_order_where_runs_are_to_be_the_same(
     num_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    (kernel,) = tuners([rotary_kernels.SUMMING])
+    (kernel,) = tuners(NAMES[3:])
     kernel.nargs = {"head_num": num_heads}
     assert [config.kwargs["BLOCK_H"] for config in kernel.prune_configs({})] == [size]
 
@@ -77,7 +81,7 @@ def test_heads_are_summed_in_one_order_where_runs_are_to_be_the_same(
 def test_installing_is_enough_and_what_was_tuned_is_kept() -> None:
     table.undo(Feature.FUSED_ROTATION)
     install.install(OffloadConfig(offload_backend="cpu"))
-    assert num_warps_of(rotary_kernels.IN_PLACE) == {1}
+    assert num_warps_of(NAMES[:2]) == {1}
     kernel = tuners()[0]
     install.install(OffloadConfig(offload_backend="cpu", offload_release_lag=3))
     table.apply(Feature.FUSED_ROTATION)
@@ -93,14 +97,14 @@ def _plain_kernel(*_: Any) -> None:
 def test_without_triton_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     table.undo(Feature.FUSED_ROTATION)
     monkeypatch.setattr(fused, "triton", MagicMock())
-    for name in rotary_kernels.NAMES:
+    for name in NAMES:
         monkeypatch.setattr(fused, name, _plain_kernel)
     table.apply(Feature.FUSED_ROTATION)
-    assert tuners() == [_plain_kernel] * len(rotary_kernels.NAMES)
+    assert tuners() == [_plain_kernel] * len(NAMES)
 
 
 @pytest.mark.parametrize("other", [None, _plain_kernel])
-@pytest.mark.parametrize("name", rotary_kernels.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_that_is_tuned_in_another_way_is_an_error(
     name: str, other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
