@@ -250,6 +250,20 @@ def test_what_models_say_when_a_pass_begins_arrives(manager: PipelineOffloadMana
         assert getattr(options, name) == said[name]
 
 
+def test_what_later_models_say_is_a_warning_and_no_error(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin = manager.init_model_chunk_offload_handler
+    pass_arguments = (0, None, 0, 1)[not releases.models_pass_their_rank() :]
+    for _ in range(2):
+        begin(*pass_arguments, later=None)
+        begin(*pass_arguments, buffer_size_gib=4)
+    assert [record.getMessage() for record in caplog.records] == [
+        "buffer_size_gib=4 has no effect with Slipstream's engine, which does not know it; set "
+        "offload_host_memory_limit_bytes to limit host memory"
+    ]
+
+
 def test_the_pipeline_rank_is_known_though_a_model_does_not_say_it(
     manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
