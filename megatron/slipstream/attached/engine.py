@@ -164,12 +164,6 @@ class _Pass:
         }
 
 
-class _Thread(threading.local):
-    """State of one thread."""
-
-    do_offload = True
-
-
 class AttachedEngine(OffloadEngine):
     """Detects passes and iterations: [Note: Where an iteration ends].
 
@@ -187,7 +181,7 @@ class AttachedEngine(OffloadEngine):
         min_offloaded_tensor_size: int,
         activation_offload_fraction: float,
     ) -> None:
-        self._thread = _Thread()
+        self._thread = threading.local()
         super().__init__(*arguments)
         self._model = weakref.ref(model)
         self._constants: Optional[frozenset[Optional[int]]] = None
@@ -234,7 +228,7 @@ class AttachedEngine(OffloadEngine):
     @property
     def do_offload(self) -> bool:
         """False while offloading is suspended in this thread."""
-        return self._thread.do_offload
+        return getattr(self._thread, "do_offload", True)
 
     @do_offload.setter
     def do_offload(self, is_on: bool) -> None:

@@ -42,7 +42,6 @@ from megatron.slipstream.attached.names import Match
 from megatron.slipstream.attached.other_hooks import (
     name_of_others,
     name_of_takers,
-    next_node_number,
     top_pack_hook,
 )
 
@@ -293,11 +292,9 @@ class ForwardHooks:
             if top_pack_hook() is None:
                 role = _Role.PASS if self._becomes_trainer() else _Role.SKIPPED
             else:
-                self._tell(
-                    "",
-                    "the model runs under other saved-tensor hooks"
-                    f"{_called(name_of_others(self._owns))}, so nothing of it moves",
-                )
+                name = name_of_others(self._owns)
+                hooks = "other saved-tensor hooks" + (f" ({name})" if name else "")
+                self._tell("", f"the model runs under {hooks}, so nothing of it moves")
         elif is_transformed():
             self._tell("", "the model runs in a transform of torch.func, so nothing of it moves")
         elif self._engine.is_backward_compiled:
@@ -334,7 +331,7 @@ class ForwardHooks:
         self._undo_interrupted_calls()
         call = _Call(hooked, self._role_of_module())
         if self._is_first_pass:
-            call.first_node = next_node_number()
+            call.first_node = torch.autograd._get_sequence_nr()
             others = name_of_others(self._owns)
             if others is not None and call.role is not _Role.SKIPPED:
                 self._others[hooked.label] = others
@@ -494,10 +491,6 @@ def _check_current_gpu(model: torch.nn.Module) -> None:
             f"{current} is the current one because copies follow the current one's stream; call "
             f"torch.cuda.set_device({parameter.device.index})"
         )
-
-
-def _called(name: Optional[str]) -> str:
-    return f" ({name})" if name else ""
 
 
 def tensors_in(value: Any, opens_objects: bool = False) -> Iterator[torch.Tensor]:

@@ -60,11 +60,6 @@ def name_of_takers(nodes: Iterable[Node], first: int, owns: Owns) -> Optional[st
     return None
 
 
-def next_node_number() -> int:
-    """Return the sequence number of this thread's next autograd node."""
-    return int(torch.autograd._get_sequence_nr())
-
-
 def _saved_by(nodes: Iterable[Node], first: int) -> Iterator[Any]:
     waiting, seen = list(nodes), set()
     while waiting:
