@@ -64,9 +64,12 @@ def _resume(folder: Path, *flags: str) -> list[Any]:
     return _losses(folder / "resumed", 6, *flags, *load)
 
 
-def test_a_training_continues_with_the_other_experts(tmp_path: Path) -> None:
+@BOTH_WAYS
+def test_a_training_continues_with_the_other_experts(
+    first: list[str], then: list[str], tmp_path: Path
+) -> None:
     """Weights and optimizer state go through a checkpoint, between one parameter and many."""
-    assert _save(tmp_path) == _resume(tmp_path, *SYNC_FREE)
+    assert _save(tmp_path, *first) == _resume(tmp_path, *then)
 
 
 class _AdamOfGroups(torch.optim.Optimizer):
@@ -123,19 +126,20 @@ def test_the_state_of_the_distributed_optimizer_does_too(
     assert _save(tmp_path, *first, *flags) == _resume(tmp_path, *then, *flags)
 
 
+@BOTH_WAYS
 @pytest.mark.usefixtures("_fused_adam")
 def test_its_buckets_are_refused_with_the_other_experts(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    first: list[str], then: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """They have the same sizes, and other parameters in them."""
     flags = ["--use-distributed-optimizer"]
-    rest = _save(tmp_path, *flags, *SYNC_FREE)
+    rest = _save(tmp_path, *first, *flags)
     capfd.readouterr()
     load = ["--load", str(tmp_path), "--ckpt-format", "torch_dist", "--train-iters", "6"]
     load += ["--run-record-path", "refused.json"]
-    assert run_ranks(1, train_main, tmp_path, [*FLAGS, *flags, *load], False) == [2]
+    assert run_ranks(1, train_main, tmp_path, [*FLAGS, *then, *flags, *load], False) == [2]
     (line,) = (line for line in capfd.readouterr().err.splitlines() if "error: " in line)
-    assert "was saved with moe_sync_free_experts=True, and parameters" in line
+    assert f"was saved with moe_sync_free_experts={bool(first)}, and parameters" in line
     assert not (tmp_path / "refused.json").exists()
-    weights_alone = _resume(tmp_path, *flags, "--no-load-optim")
+    weights_alone = _resume(tmp_path, *then, *flags, "--no-load-optim")
     assert weights_alone[0] == rest[0]
