@@ -468,7 +468,9 @@ class HostPool:
     @property
     def is_idle(self) -> bool:
         """Whether no buffer is in use."""
-        return not (self._usage.in_use or self._in_use)
+        # An interrupt may have come between a buffer and its count.
+        is_unused = not (self._usage.in_use or self._in_use)
+        return is_unused and (self.layout is None or self.layout.is_idle)
 
     def recover(self, finish: Callable[[], None]) -> None:
         """Free the buffers that an exception has left in use. Call between iterations.

@@ -20,6 +20,7 @@ from hand_driven import LAZY_NATIVE, HandDriven
 from torch.autograd.graph import saved_tensors_hooks
 from toy_model import all_equal, make_chunks, make_manager, run_schedule
 
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostUsage
 from megatron.slipstream.fine_grained_activation_offload.regions import RegionFlag
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 
@@ -210,3 +211,21 @@ def test_a_region_that_an_interrupt_leaves_open_is_left(
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     rig.assert_recovers()
     assert not flags.is_active
+
+
+def test_an_interrupt_between_a_planned_buffer_and_its_count_leaves_none_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig("cpu-lazy")
+    rig.renew(NUM_BEFORE)
+    with monkeypatch.context() as interrupted, contextlib.suppress(Fault):
+        interrupted.setattr(HostUsage, "add", interrupt)
+        rig.is_right()
+    rig.assert_recovers()
+    chunks, other = make_chunks(1, num_layers=2), "F0.0 F0.1 B0.1 B0.0"
+    run_schedule(chunks, other, rig.manager)  # It departs from the plan, and leaves the layout.
+    rig.assert_recovers()
+
+
+def interrupt(*_: object) -> None:
+    raise Fault
