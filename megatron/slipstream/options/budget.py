@@ -84,7 +84,9 @@ def complete_arguments(args: Any) -> None:
 def modules_that_can_move(args: Any) -> list[str]:
     """Return the names for ``offload_modules`` that the model of these arguments has."""
     facts = Facts.of(args)
-    absent = set() if facts.use_transformer_engine_op_fuser else {"fused_group_mlp"}
+    absent = {"gdp_qkv"}  # Of layers that no option names.
+    if not facts.use_transformer_engine_op_fuser:
+        absent.add("fused_group_mlp")
     if not facts.num_experts:
         absent |= MOE_MODULE_NAMES
     return [name for name in MODULE_NAMES if name not in absent and _can_move(name, facts)]

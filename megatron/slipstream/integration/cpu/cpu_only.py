@@ -198,6 +198,12 @@ _FACTORIES = (
 )
 
 CORE_SHIMS: tuple[Patch, ...] = (
+    Patch(
+        "megatron.core.transformer.multi_token_prediction.is_inference_column_parallel_linear",
+        _returns(False),
+        "it compares with classes that are no types without Transformer Engine",
+        since="0.20",
+    ),
     Patch("torch.cuda.current_device", _returns(_HOST), _NO_CURRENT_DEVICE),
     Patch("torch.cuda.set_device", _returns(None), "initialize selects the local rank's GPU"),
     Patch("torch.cuda.Stream", _becomes(_InertStream), _NO_STREAMS),
