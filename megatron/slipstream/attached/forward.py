@@ -293,8 +293,11 @@ class ForwardHooks:
                 role = _Role.PASS if self._becomes_trainer() else _Role.SKIPPED
             else:
                 name = name_of_others(self._owns)
-                hooks = "other saved-tensor hooks" + (f" ({name})" if name else "")
-                self._tell("", f"the model runs under {hooks}, so nothing of it moves")
+                whose = f" ({name})" if name else ""
+                self._tell(
+                    "",
+                    f"the model runs under other saved-tensor hooks{whose}, so nothing of it moves",
+                )
         elif is_transformed():
             self._tell("", "the model runs in a transform of torch.func, so nothing of it moves")
         elif self._engine.is_backward_compiled:
