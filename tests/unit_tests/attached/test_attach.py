@@ -37,12 +37,6 @@ from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(autouse=True)
-def _no_hooks_are_left() -> Any:
-    yield
-    assert not has_own_hooks()
-
-
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_loss_and_gradients_are_those_without(name: str, caplog: pytest.LogCaptureFixture) -> None:
     row = SCENARIOS[name]

@@ -19,7 +19,6 @@ from typing import Any, Optional
 import pytest
 import torch
 from attached_models import (
-    BACKENDS,
     LAZY,
     Decoder,
     Layer,
@@ -38,17 +37,6 @@ from attached_models import (
 from torch.multiprocessing.reductions import StorageWeakRef
 
 TIMEOUT_S = 60
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _no_hooks_are_left() -> Any:
-    yield
-    assert not has_own_hooks()
 
 
 class ChangesResult(Layer):
