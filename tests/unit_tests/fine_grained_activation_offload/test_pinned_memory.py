@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,15 @@ import torch
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload import cuda_backend
+from megatron.slipstream.fine_grained_activation_offload.backend import page_aligned
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostMemoryFull, HostPool
+
+
+def _huge_pages() -> str:
+    """Return when the kernel uses huge pages: ``always``, ``madvise`` or ``never``."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.read_text().partition("[")[2].partition("]")[0] if setting.exists() else "never"
 
 
 class FakeRuntime:
@@ -54,6 +62,25 @@ def test_memory_begins_on_a_page(runtime: FakeRuntime) -> None:
     assert runtime.events == [("register", address, 10_000)]
     backend.free_host(buffer)
     assert runtime.events[-1] == ("unregister", address, 0)
+
+
+@pytest.mark.skipif(_huge_pages() == "never", reason="the kernel has no huge pages")
+def test_memory_is_on_huge_pages() -> None:
+    buffer = page_aligned(16 << 20).fill_(1)
+    assert _huge_bytes(buffer.data_ptr()) >= 12 << 20, "all but what is not aligned to 2 MiB"
+
+
+def _huge_bytes(address: int) -> int:
+    """Return how much of the mapping that holds ``address`` is on huge pages."""
+    is_it = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            is_it = start <= address < end
+        elif is_it and first == "AnonHugePages:":
+            return int(rest[0]) << 10
+    raise AssertionError("no mapping holds the address")
 
 
 def test_a_refusal_is_raised_once_and_forgotten(
