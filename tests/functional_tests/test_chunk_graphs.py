@@ -14,7 +14,15 @@ from fp8_recipes import RECIPES, skip_without_recipe
 from gpu_models import FUSED_ROPE, MLA_SIZES, on_gpu
 from model_case import MLP_MODULES
 from ranks import TIMEOUT_S, run_ranks
-from replayed_gpt import DROP_AND_PAD, EXPERT_BIAS, Replayed, compare, replay_again, train_and_leave
+from replayed_gpt import (
+    DROP_AND_PAD,
+    EXPERT_BIAS,
+    Replayed,
+    compare,
+    hybrid_and_gpt,
+    replay_again,
+    train_and_leave,
+)
 from timed_backend import take_times_on_cpu
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
 
@@ -54,6 +62,11 @@ ONE_RANK = {
     "dropless experts in tiles": ModelCase("moe", sync_free_experts=True, mlp_sequence_tiles=3),
     "FP8": ModelCase("dense", overrides={**FP8, **DROPOUT}),
     "packed, MLA": ModelCase("mla", is_packed=True, micro_batch_size=1),
+    "hybrid, dense": ModelCase("hybrid", pattern="*-", overrides=DROPOUT),
+    "hybrid, drop and pad": ModelCase("hybrid", overrides={**DROP_AND_PAD, **EXPERT_BIAS}),
+    "packed hybrid, dropless": ModelCase(
+        "hybrid", sync_free_experts=True, is_packed=True, micro_batch_size=1
+    ),
 }
 PIPELINES = {
     "PP2": (ModelCase("dense", pp=2, overrides=DROPOUT), (4, 3, 1, 6, 2)),
@@ -72,6 +85,22 @@ PIPELINES = {
             is_packed=True,
             micro_batch_size=1,
             overrides={**DROP_AND_PAD, **EXPERT_BIAS, "hidden_dropout": 0.1},
+        ),
+        (4, 2, 6),
+    ),
+    "PP2, hybrid": (
+        ModelCase("hybrid", num_layers=8, pp=2, overrides={**DROP_AND_PAD, **EXPERT_BIAS}),
+        (4, 3, 1),
+    ),
+    "PP2 VPP2, hybrid": (
+        ModelCase(
+            "hybrid",
+            pattern="*-*E|*E*-*E|*-*E|*E*-",
+            num_layers=18,
+            pp=2,
+            vpp=2,
+            sync_free_experts=True,
+            overrides=EXPERT_BIAS,
         ),
         (4, 2, 6),
     ),
@@ -94,7 +123,7 @@ def check(
         print(*result.figures, sep="\n")
         assert result.num_replays == (sum(counts[1:]),) * (case.vpp or 1)
         assert result.num_poisoned >= sum(counts[1:])
-        assert (result.num_experts_metrics > 0) == (case.kind == "moe")
+        assert (result.num_experts_metrics > 0) == case.has_experts
     return results
 
 
@@ -103,7 +132,7 @@ def test_one_rank(case: ModelCase) -> None:
     check(1, case, (2, 3, 1))
 
 
-OFFLOADED = "PP2 VPP2, experts", "PP2 VPP2, dropless experts", "PP2, FP8"
+OFFLOADED = "PP2 VPP2, experts", "PP2 VPP2, dropless experts", "PP2, FP8", "PP2 VPP2, hybrid"
 
 
 @pytest.mark.parametrize("name", [name for name in PIPELINES if name not in OFFLOADED])
@@ -115,7 +144,7 @@ def test_pipelines(name: str) -> None:
 def test_offloading_inside_the_graphs(name: str) -> None:
     case, counts = PIPELINES[name]
     # The last layer of a chunk stays.
-    case = dataclasses.replace(case, num_layers=4 * (case.vpp or 1))
+    case = dataclasses.replace(case, num_layers=max(case.num_layers, 4 * (case.vpp or 1)))
     modules = DENSE_MODULES + MLP_MODULES if case.kind == "dense" else MOE_MODULES
     for result in check(2, case, counts[:3], None, modules, "cpu-lazy"):
         assert len(result.moved_bytes) == (case.vpp or 1)
@@ -124,6 +153,17 @@ def test_offloading_inside_the_graphs(name: str) -> None:
         assert result.host_bytes[1] == 0
         # Host memory of the iterations before the capture is not held in addition.
         assert result.eager_host_bytes == 0
+
+
+SAME_TRANSFORMERS = {
+    "dense": ModelCase(num_layers=2, overrides=DROPOUT),
+    "experts": ModelCase("moe", num_layers=2, overrides={**DROP_AND_PAD, **EXPERT_BIAS}),
+}
+
+
+@pytest.mark.parametrize("case", SAME_TRANSFORMERS.values(), ids=SAME_TRANSFORMERS)
+def test_a_hybrid_model_trains_like_the_same_gpt_model(case: ModelCase) -> None:
+    assert run_ranks(1, hybrid_and_gpt, case, (2, 3, 1)) == [[None, None]]
 
 
 def test_all_slots_together_keep_to_the_limit_of_host_memory() -> None:
@@ -200,6 +240,9 @@ ON_GPU = {
     "experts, drop and pad": on_gpu(ModelCase("moe"), **EXPERTS),
     "expert bias": on_gpu(ModelCase("moe"), **EXPERTS, **EXPERT_BIAS),
     "experts, dropless": on_gpu(ModelCase("moe", sync_free_experts=True), **DROPLESS),
+    "hybrid, dense": on_gpu(ModelCase("hybrid", pattern="*-"), **DROPOUT),
+    "hybrid, drop and pad": on_gpu(ModelCase("hybrid"), **EXPERTS, **EXPERT_BIAS, **DROPOUT),
+    "hybrid, dropless": on_gpu(ModelCase("hybrid", sync_free_experts=True), **DROPLESS),
     "norms recomputed": on_gpu(ONE_RANK["norms recomputed"], **DROPOUT),
     "attention recomputed": on_gpu(ONE_RANK["attention recomputed"]),
     "MLPs in tiles": on_gpu(ONE_RANK["MLPs in tiles"], **DROPOUT),
@@ -252,7 +295,7 @@ def test_fifty_iterations(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["FP8", "FP8, blocks", "experts, dropless"])
+@pytest.mark.parametrize("name", ["FP8", "FP8, blocks", "experts, dropless", "hybrid, dropless"])
 def test_offloading_inside_the_graphs_on_one_gpu(name: str) -> None:
     skip_without_recipe(ON_GPU[name].overrides)
     case = ModelCase(**{**vars(ON_GPU[name]), "num_layers": 8})  # the last layer stays

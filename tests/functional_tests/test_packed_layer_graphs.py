@@ -28,7 +28,6 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 FLAT_BYTES = 1 << 20
 """By which the memory of tensors may grow in the second half of a training."""
-NO_EXPERTS = {"num_moe_experts": None, "moe_ffn_hidden_size": None}
 
 
 def packed(kind: str, num_layers: int = 4, **overrides: Any) -> ModelCase:
@@ -44,7 +43,7 @@ ON_CPU = {
     "mixed": packed("mixed"),
     "MLA": packed("mla"),
     "hybrid": packed("hybrid"),
-    "hybrid, dense": packed("hybrid", 3, **NO_EXPERTS),
+    "hybrid, dense": packed("hybrid", 3),
 }
 MOE_ON_GPU = on_gpu(
     ModelCase("moe", is_packed=True), moe_permute_fusion=True, **EXPERT_BIAS, **FUSED_ROPE
@@ -55,9 +54,7 @@ ON_GPU = {
     "MoE with bias": MOE_ON_GPU,
     "MLA": on_gpu(ModelCase("mla", is_packed=True), **MLA_SIZES, rope_type="yarn", **FUSED_ROPE),
     "hybrid": on_gpu(ModelCase("hybrid", num_layers=8, is_packed=True), **FUSED_ROPE),
-    "hybrid, dense": on_gpu(
-        ModelCase("hybrid", num_layers=3, is_packed=True), **NO_EXPERTS, **FUSED_ROPE
-    ),
+    "hybrid, dense": on_gpu(ModelCase("hybrid", num_layers=3, is_packed=True), **FUSED_ROPE),
 }
 ROUTED = ("attn", "moe_router")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {

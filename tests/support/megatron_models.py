@@ -179,7 +179,7 @@ def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload:
             os.environ.pop(f"NVTE_{name}_ATTN", None)  # left by a model with another backend
 
         options["attention_backend"] = AttnBackend.fused
-    if case.kind in ("moe", "mixed", "hybrid"):
+    if case.has_experts:
         options |= {
             "num_moe_experts": 4,
             "moe_router_topk": 2,
@@ -189,6 +189,8 @@ def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload:
             "moe_aux_loss_coeff": 0.01,
             "moe_router_load_balancing_type": "aux_loss",
         }
+    if case.kind == "hybrid":
+        options["is_hybrid_model"] = True  # Weights are scaled by its layers, which are half.
     if case.kind == "mixed":
         options["moe_layer_freq"] = [layer % 2 for layer in range(case.num_layers)]
     if case.kind == "mla":
@@ -241,7 +243,6 @@ def build_chunks(case: ModelCase, config: Any, seed: int = 7) -> list[torch.nn.M
 def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch.nn.Module:
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     common: dict[str, Any] = {
         "config": config,
@@ -253,19 +254,7 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
         "position_embedding_type": "rope",
         "vp_stage": vp_stage,
     }
-    if case.kind == "hybrid":
-        from megatron.core.models.hybrid import hybrid_layer_specs
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-        spec = hybrid_layer_specs.hybrid_stack_spec
-        if not use_gpu():
-            from megatron.slipstream.integration.cpu.cpu_modules import local_hybrid_stack_spec
-
-            spec = local_hybrid_stack_spec(config)
-        # Attention, MLP, attention, MoE, ...
-        pattern = ("*-*E" * case.num_layers)[: case.num_layers]
-        return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, **common)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_gpu(), vp_stage=vp_stage)
+    spec = layer_spec(case, config, vp_stage)
     if case.has_own_norms and use_gpu():
         _separate_norms(spec)
     if case.sync_free_experts:
@@ -276,6 +265,11 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
         from megatron.slipstream.integration.graphs.layers import with_graph_offloading
 
         spec = with_graph_offloading(spec)
+    if case.kind == "hybrid":
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        pattern = case.hybrid_layer_pattern
+        return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, **common)
     if config.mtp_num_layers:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
@@ -283,6 +277,23 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
             config, spec, use_transformer_engine=use_gpu(), vp_stage=vp_stage
         )
     return GPTModel(transformer_layer_spec=spec, **common)
+
+
+def layer_spec(case: ModelCase, config: Any, vp_stage: Optional[int]) -> Any:
+    """Megatron-core's spec of a case's decoder."""
+    if case.kind != "hybrid":
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        return get_gpt_decoder_block_spec(
+            config, use_transformer_engine=use_gpu(), vp_stage=vp_stage
+        )
+    if use_gpu():
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+        return hybrid_stack_spec
+    from megatron.slipstream.integration.cpu.cpu_modules import local_hybrid_stack_spec
+
+    return local_hybrid_stack_spec(config)
 
 
 def _separate_norms(block_spec: Any) -> None:
@@ -449,7 +460,7 @@ def _packing_of(case: ModelCase, batch: dict[str, torch.Tensor]) -> dict[str, An
     cu_seqlens, padded = batch["cu_seqlens"][0], batch["cu_seqlens_padded"][0]
     params = packed_seq_params(cu_seqlens, padded, case.seq_length * case.cp)
     more: dict[str, Any] = {"packed_seq_params": params}
-    if case.kind in ("moe", "mixed"):
+    if case.has_experts:
         more["padding_mask"] = batch["padding_mask"]
     return more
 

@@ -29,6 +29,8 @@ class ModelCase:
     kind: str = "dense"
     """dense, moe, mixed (every second layer dense), mla, or hybrid (a ``HybridModel``)."""
     num_layers: int = 4
+    pattern: str = "*-*E"
+    """Letters of a hybrid model's ``num_layers`` layers, repeated unless divided by ``|``."""
     hidden_size: int = 64
     num_attention_heads: int = 4
     seq_length: int = 32
@@ -61,3 +63,15 @@ class ModelCase:
     is_tied: bool = False
     """The output layer has the weights of the embedding."""
     overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def hybrid_layer_pattern(self) -> str:
+        """The letters of all layers of a hybrid model."""
+        repeated = (self.pattern * self.num_layers)[: self.num_layers]
+        return self.pattern if "|" in self.pattern else repeated
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers have experts."""
+        is_hybrid = self.kind == "hybrid" and "E" in self.hybrid_layer_pattern
+        return self.kind in ("moe", "mixed") or is_hybrid

@@ -122,6 +122,35 @@ def compare(
     )
 
 
+def hybrid_and_gpt(
+    rank: int, world_size: int, port: int, case: ModelCase, counts: Sequence[int]
+) -> list[Optional[str]]:
+    """Train a transformer as a GPTModel, and as a HybridModel without and with chunk graphs.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        port: Port of their rendezvous.
+        case: The GPTModel, of layers of one kind.
+        counts: Number of micro-batches of each iteration.
+
+    Returns:
+        The first difference of each HybridModel from the GPTModel; None if equal.
+    """
+    case = start(case, rank, world_size, port)
+    pattern = "*E" if case.kind == "moe" else "*-"
+    hybrid = dataclasses.replace(
+        case, kind="hybrid", pattern=pattern, num_layers=2 * case.num_layers
+    )
+    # The statistics of experts have a row for each layer, of which a HybridModel has twice as many.
+    with patch(f"{__name__}.expert_metrics", list):
+        gpt = Training(case).run(counts)
+        return [
+            first_difference(gpt, Training(hybrid, replays).run(counts))
+            for replays in (False, True)
+        ]
+
+
 @dataclasses.dataclass(frozen=True)
 class LayersReplayed:
     """Result of :func:`compare_layers` on one rank."""

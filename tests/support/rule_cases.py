@@ -191,7 +191,13 @@ OF_CHUNK_GRAPHS = [
     Case({"use_megatron_fsdp": True}, [{"use_megatron_fsdp": False}]),
     Case({"use_torch_fsdp2": True}, [{"use_torch_fsdp2": False}]),
     off("tp_comm_overlap"),
-    off("hybrid_layer_pattern", "M-M-"),
+    *(
+        Case(
+            {"hybrid_layer_pattern": f"*-{letter}-"},
+            [{"hybrid_layer_pattern": "*-|*-"}, {"cuda_graph_granularity": "layer"}],
+        )
+        for letter in "MGD+"
+    ),
     off("hybrid_context_parallel"),
     Case(
         {"variable_seq_lengths": True},

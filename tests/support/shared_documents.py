@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, Optional
 from unittest.mock import patch
 
+import megatron_models
 import numpy as np
 import torch
 from megatron_models import shared_inputs
@@ -69,14 +70,12 @@ def micro_batch_of(sizes: Sizes, texts: Sequence[np.ndarray]) -> MicroBatch:
 @contextmanager
 def changed_specs(change: Callable[[Any], Any]) -> Iterator[None]:
     """Context in which models are built from changed layer specs."""
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    original = gpt_layer_specs.get_gpt_decoder_block_spec
+    original = megatron_models.layer_spec
 
     def changed(*arguments: Any, **options: Any) -> Any:
         return change(original(*arguments, **options))
 
-    with patch.object(gpt_layer_specs, "get_gpt_decoder_block_spec", changed):
+    with patch.object(megatron_models, "layer_spec", changed):
         yield
 
 

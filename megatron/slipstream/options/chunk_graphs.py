@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron.slipstream.options.rules import Condition, Rule, option_rule
@@ -45,6 +46,20 @@ def _recomputes_dropout(facts: Any) -> bool:
         and "core_attn" in modules
         and facts.attention_dropout
     )
+
+
+_NOT_CAPTURED = {
+    "M": "Mamba",
+    "G": "gated delta net",
+    "D": "sparse attention",
+    "+": "multi-latent attention",
+}
+"""Layers of hybrid models that no chunk graph contains."""
+
+
+def _decodes_without(letter: str, facts: Any) -> bool:
+    """Whether no layer of this kind is captured; those that predict several tokens never are."""
+    return letter not in (facts.hybrid_layer_pattern or "").partition("/")[0]
 
 
 CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
@@ -148,7 +163,15 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "use distributed data parallelism (use_distributed_optimizer)",
     ),
     _unsupported("tp_comm_overlap", "all micro-batches in flight share its user buffers"),
-    _unsupported("hybrid_layer_pattern", "only blocks of transformer layers are captured"),
+    *(
+        _unsupported(
+            "hybrid_layer_pattern",
+            f"layers {letter} ({kind}) are not tested in a graph",
+            "use only * (attention), - (MLP) and E (MoE), or set cuda_graph_granularity=layer",
+            partial(_decodes_without, letter),
+        )
+        for letter, kind in _NOT_CAPTURED.items()
+    ),
     _unsupported("hybrid_context_parallel", "each micro-batch has another context-parallel group"),
     _unsupported(
         "variable_seq_lengths",

@@ -2,10 +2,10 @@
 
 """Replays megatron-core's model chunks as CUDA graphs.
 
-Only the ``TransformerBlock`` of a chunk is captured, not the embedding, output layer, multi-token
-prediction or loss. Its ``forward`` is replaced on the instance, and so is ``zero_grad_buffer`` of
-the data-parallel wrapper around it, which the training loop calls at the start of an iteration.
-megatron-core's own graphs are off.
+Only the decoder of a chunk is captured (``TransformerBlock``, or the ``HybridStack`` of a hybrid
+model), not the embedding, output layer, multi-token prediction or loss. Its ``forward`` is replaced
+on the instance, and so is ``zero_grad_buffer`` of the data-parallel wrapper around it, which the
+training loop calls at the start of an iteration. megatron-core's own graphs are off.
 """
 
 from __future__ import annotations
@@ -123,11 +123,13 @@ def replay_chunks(
     """
     for chunk in chunks:
         _check(chunk)
-    _check_not_replayed([get_attr_wrapped_model(chunk, "decoder") for chunk in chunks])
+    blocks = [get_attr_wrapped_model(chunk, "decoder") for chunk in chunks]
+    _check_not_replayed(blocks)
     config = get_attr_wrapped_model(chunks[0], "config")
     asked = {
         "cuda_graph_granularity": "chunk",
         "moe_sync_free_experts": all(map(_is_sync_free, chunks)),
+        "hybrid_layer_pattern": "|".join(map(_letters, blocks)),
     }
     facts = Facts(config, asked, has_gpu=torch.cuda.is_available())
     require(check_rules(CHUNK_GRAPH_RULES, facts))
@@ -135,8 +137,8 @@ def replay_chunks(
     if manager is not None:
         warn_once(check_options_in_graphs(Facts(facts, manager.config)))
     if config.fp8:
-        for chunk in chunks:
-            quantize_weights_in_every_pass(get_attr_wrapped_model(chunk, "decoder"))
+        for block in blocks:
+            quantize_weights_in_every_pass(block)
     table.apply(Feature.FUSED_ROTATION)
     if torch.cuda.is_available():
         table.apply(Feature.PEAK_MEMORY)
@@ -185,10 +187,10 @@ def _check(chunk: torch.nn.Module) -> None:
             "DistributedDataParallel"
         )
     block = get_attr_wrapped_model(chunk, "decoder")
-    if not isinstance(block, TransformerBlock):
+    if not isinstance(block, TransformerBlock) and not _letters(block):
         raise ValueError(
             f"a model of {type(block).__name__} is not supported with cuda_graph_granularity=chunk "
-            "because only blocks of transformer layers are captured; leave it out"
+            "because only the decoders of GPTModel and HybridModel are captured; train one of them"
         )
     tracker = get_cuda_rng_tracker()
     if torch.cuda.is_available() and not is_graph_safe_cuda_rng_tracker(tracker):
@@ -196,6 +198,11 @@ def _check(chunk: torch.nn.Module) -> None:
             "te_rng_tracker=False is not supported with cuda_graph_granularity=chunk because "
             "graphs cannot draw random numbers from other trackers; set te_rng_tracker=True"
         )
+
+
+def _letters(block: torch.nn.Module) -> str:
+    """Return the kinds of a hybrid model's layers; nothing for a ``TransformerBlock``."""
+    return "".join(getattr(block, "layer_type_list", ()))
 
 
 def _is_sync_free(chunk: torch.nn.Module) -> bool:
@@ -272,7 +279,7 @@ def _replace_methods(wrapper: Any, graphs: ChunkGraphs) -> None:
 
 
 def _run(
-    block: TransformerBlock,
+    block: Any,
     forward: Callable[..., torch.Tensor],
     hidden: torch.Tensor,
     **arguments: Any,

@@ -56,7 +56,7 @@ class DynamicSizes(CpSizes):
         return self._limits.sizes
 
     def size_of(self, arguments: Mapping[str, Any]) -> int:
-        """Return the size of a micro-batch with these arguments of ``TransformerBlock.forward``.
+        """Return the size of a micro-batch with these arguments of a decoder.
 
         Raises:
             ValueError: No graphs are captured with its group, or it exceeds their capacity.
