@@ -6,7 +6,8 @@
     python tools/generate_docs.py --check    fail if one is out of date
 
 docs/user-guide/options.md has the flags, with field docstrings and defaults; patches.md next to it
-has the table of run-time patches. Run this after changing an option or a patch.
+has the table of run-time patches. Places that name releases of megatron-core are rewritten, too.
+Run this after changing an option, a patch or the table of releases.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron.slipstream.options import model, modules  # noqa: E402
 from megatron.slipstream.options.fields import DEFAULTS, GROUPS, OffloadOptions  # noqa: E402
 from megatron.slipstream.patches import table as patch_table  # noqa: E402
 from megatron.slipstream.patches.patching import Patch  # noqa: E402
-from tools import option_modes  # noqa: E402
+from tools import option_modes, release_places  # noqa: E402
 
 ENGINE = patch_table.Feature.ENGINE
 USER_GUIDE = ROOT / "docs" / "user-guide"
@@ -287,8 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare only, and write nothing")
     is_check = parser.parse_args(argv).check
     stale = []
-    for name, page in PAGES.items():
-        path, text = USER_GUIDE / name, page()
+    pages = [(USER_GUIDE / name, page()) for name, page in PAGES.items()]
+    for path, text in (*pages, *((ROOT / p.file, p.text) for p in release_places.rewritten(ROOT))):
         if not is_check:
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:

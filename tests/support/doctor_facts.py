@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.slipstream.doctor.facts import Gpu, MachineFacts
 from megatron.slipstream.options import preflight
+from megatron.slipstream.patches.releases import TESTED_RELEASES
 from megatron.slipstream.plan.trace import Bandwidth
 
 GIB = 1 << 30
@@ -18,7 +19,7 @@ GIB = 1 << 30
 PROCESS = preflight.ProcessFacts(
     python="3.12.4",
     torch="2.11.0+cu130",
-    megatron_core="0.19.2",
+    megatron_core=TESTED_RELEASES[-1],
     transformer_engine="2.20.2",
     te_import_error=None,
     te_offload_v1=True,

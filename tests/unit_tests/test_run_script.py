@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.slipstream.patches.releases import TESTED_RELEASES
+
 ROOT = Path(__file__).resolve().parents[2]
 
 TOOLS = "bash cat cut dirname flock grep mv readlink rm sha256sum sort".split()
@@ -406,7 +408,10 @@ def test_a_release_must_be_named(
 ) -> None:
     result = run("test-release", *arguments, env=machine, script=clone)
     assert result.returncode == 1
-    assert "test-release needs a release of megatron-core, such as 0.18.2" in result.stderr
+    assert (
+        f"test-release needs a release of megatron-core, such as {TESTED_RELEASES[0]}"
+        in result.stderr
+    )
 
 
 def test_lint_fails_when_any_of_its_checks_fails(machine: dict[str, str], clone: Path) -> None:
@@ -519,5 +524,5 @@ def test_ci_runs_lint_docs_and_tests_and_fails_with_any(tmp_path: Path, failing:
     commands = [command for command, *_ in ran]
     commands.remove("install-browser")
     assert commands == ["lint", "docs", "python", "test", "test-release"]
-    assert releases == [["0.18.2"]]
+    assert releases == [[release] for release in TESTED_RELEASES[:-1]]
     assert result.returncode == (0 if failing in ("", "install-browser") else 1)

@@ -19,6 +19,7 @@ from megatron.slipstream.doctor.facts import MachineFacts
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.host_memory import HOST_MEMORY_SHARE, host_memory_share_bytes
 from megatron.slipstream.options.rules import Finding, Severity
+from megatron.slipstream.patches.releases import supported
 from megatron.slipstream.plan.render import format_bytes
 
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
@@ -102,7 +103,7 @@ def examine(facts: MachineFacts) -> list[Row]:
 
 PACKAGES = {
     "torch": (">=2.8", "pip install 'torch>=2.8'"),
-    "megatron-core": (">=0.18.2,<0.20", "pip install 'megatron-core>=0.18.2,<0.20'"),
+    "megatron-core": (supported(), f"pip install 'megatron-core{supported()}'"),
     "Transformer Engine": (">=2.14", "pip install 'transformer-engine[pytorch]>=2.14'"),
 }
 """The supported versions of a package, as in pyproject.toml, and how to install one."""

@@ -9,8 +9,22 @@ installed first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 TESTED_RELEASES = ("0.18.2", "0.19.2")
-"""The releases of megatron-core that the tests run with."""
+"""The releases of megatron-core that the tests run with, the oldest first. To add one, add it here
+and run ``tools/generate_docs.py``; tests name the places that need a decision."""
+
+
+def supported(tested: Sequence[str] = TESTED_RELEASES) -> str:
+    """Return the range of versions that a user may install, such as '>=0.18.2,<0.20'."""
+    return f">={tested[0]},<{following(tested)}"
+
+
+def following(tested: Sequence[str] = TESTED_RELEASES) -> str:
+    """Return the first version that is too new, such as '0.20'."""
+    major, minor = _two_numbers(tested[-1])
+    return f"{major}.{minor + 1}"
 
 
 def release() -> str:

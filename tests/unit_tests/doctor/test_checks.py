@@ -27,6 +27,7 @@ from megatron.slipstream.integration.entry.checks import Checked
 from megatron.slipstream.options.preflight import TOO_OLD_FOR_GRAPHS
 from megatron.slipstream.options.rules import Finding
 from megatron.slipstream.options.training import STAYS
+from megatron.slipstream.patches import releases
 from megatron.slipstream.plan.trace import Bandwidth
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,7 +61,7 @@ CASES = (
         "not-installed",
         "error",
         facts({"megatron_core": None}),
-        ("megatron-core is not installed", "pip install 'megatron-core>=0.18.2,<0.20'"),
+        ("megatron-core is not installed", f"pip install 'megatron-core{releases.supported()}'"),
     ),
     Case(
         "torch-does-not-import",

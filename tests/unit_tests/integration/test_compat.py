@@ -32,11 +32,7 @@ GPT = """
 """.split()
 
 
-def test_what_users_may_install_is_what_is_tested() -> None:
-    oldest, newest = releases.TESTED_RELEASES
-    below = f"0.{int(newest.split('.')[1]) + 1}"
-    assert f'"megatron-core>={oldest},<{below}"' in (ROOT / "pyproject.toml").read_text()
-    assert f"megatron-core=={newest}\n" in (ROOT / "constraints.txt").read_text()
+def test_each_older_release_is_tested_by_ci() -> None:
     tested_by_ci = re.findall(r"test-release (\S+)", (ROOT / ".ci" / "run").read_text())
     assert tested_by_ci == [*releases.TESTED_RELEASES[:-1]]
 

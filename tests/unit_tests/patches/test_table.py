@@ -19,7 +19,7 @@ from megatron.slipstream.options import preflight
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.patches import patching, table
 from megatron.slipstream.patches.patching import Patch
-from megatron.slipstream.patches.releases import TESTED_RELEASES, is_within
+from megatron.slipstream.patches.releases import TESTED_RELEASES, following, is_within
 from megatron.slipstream.patches.table import Feature
 
 pytestmark = pytest.mark.releases
@@ -70,7 +70,7 @@ SHIMS = (*cpu_only.CORE_SHIMS, *cpu_only.TRAINING_SHIMS)
 
 
 def release_that_needs(patch: Patch) -> str:
-    releases = ("0.20", *reversed(TESTED_RELEASES))
+    releases = (following(), *reversed(TESTED_RELEASES))
     return next(r for r in releases if is_within(r, patch.since, patch.until))
 
 
@@ -102,7 +102,7 @@ def test_a_target_that_has_moved_is_an_error_and_not_one_that_needs_no_patch(
 
 
 @pytest.mark.parametrize("patch", ROWS, ids=lambda patch: patch.target)
-@pytest.mark.parametrize("version", [*TESTED_RELEASES, "0.20"])
+@pytest.mark.parametrize("version", [*TESTED_RELEASES, following()])
 def test_the_version_alone_says_which_release_needs_a_patch(
     version: str, patch: Patch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
