@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import Products, Speed
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import LayerKind, ModelShape
 from megatron.slipstream.estimate.saved_tensors import (
     is_input_norm_fused,
+    is_mlp_norm_fused,
     setting_with_tiles,
 )
 from megatron.slipstream.plan.settings import WHOLE, LayerSetting
@@ -67,19 +68,16 @@ def layer_costs(
         layer: Index of the layer, from 0.
         setting: What backward recomputes of the layer; None for the shape's.
     """
-    is_moe = shape.is_moe(layer)
+    kind = shape.kind_of(layer)
     setting = setting_with_tiles(shape, layer, setting)
-    attention, residual = _attention(shape), _residual(shape)
-    feed_forward = _experts(shape) if is_moe else _mlp(shape)
-    found = {
-        "attn_norm": _norm(shape),
-        **attention,
-        "attn_residual": residual,
-        "mlp_norm": _norm(shape),
-        **feed_forward,
-        "mlp_residual": residual,
-    }
-    again = dict.fromkeys(found, 1.0) if setting == WHOLE else _reruns(shape, is_moe, setting)
+    norm, residual = _norm(shape), _residual(shape)
+    found: dict[str, Cost] = {}
+    if "*" in kind:
+        found |= {"attn_norm": norm, **_attention(shape), "attn_residual": residual}
+    if kind != "*":
+        feed_forward = _experts(shape) if "E" in kind else _mlp(shape)
+        found |= {"mlp_norm": norm, **feed_forward, "mlp_residual": residual}
+    again = dict.fromkeys(found, 1.0) if setting == WHOLE else _reruns(shape, kind, setting)
     if shape.mlp_sequence_tiles:  # A tile runs again after its whole layer did.
         again |= dict.fromkeys(TILED_PARTS & found.keys(), 2.0 if setting == WHOLE else 1.0)
     return {part: cost._replace(rerun_share=again.get(part, 0.0)) for part, cost in found.items()}
@@ -100,14 +98,14 @@ _RERUN_PARTS: Mapping[str, tuple[str, ...]] = {
 """The parts that backward runs again for each of megatron-core's ``recompute_modules``."""
 
 
-def _reruns(shape: ModelShape, is_moe: bool, setting: LayerSetting) -> dict[str, float]:
+def _reruns(shape: ModelShape, kind: LayerKind, setting: LayerSetting) -> dict[str, float]:
     """Return the share of each part that backward runs again."""
     again = {part: 1.0 for module in setting for part in _RERUN_PARTS.get(module, ())}
     if "mla_up_proj" in setting and shape.latent_attention is not None:
         up, down = _projection_flops(shape)
         again["qkv_linear"] = up / (up + down)
     # A fused norm runs again with its linear layer.
-    mlp_norm = "mlp" if shape.uses_transformer_engine and not is_moe else "layernorm"
+    mlp_norm = "mlp" if is_mlp_norm_fused(shape, kind) else "layernorm"
     again["attn_norm"] = float("layernorm" in setting and not is_input_norm_fused(shape))
     again["mlp_norm"] = float(mlp_norm in setting)
     return again

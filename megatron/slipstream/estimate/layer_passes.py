@@ -25,9 +25,10 @@ from megatron.slipstream.estimate.layer_costs import (
     head_costs,
     layer_costs,
 )
-from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
+from megatron.slipstream.estimate.model_shapes import Chunk, LayerKind, ModelShape
 from megatron.slipstream.estimate.saved_tensors import (
     SavedTensor,
+    input_name,
     saved_tensors,
     setting_with_tiles,
 )
@@ -87,13 +88,12 @@ def _at(layer: int, stretches: Iterable[Stretch]) -> Iterator[Stretch]:
 def _layer(shape: ModelShape, layer: int) -> _Layer:
     """Return the passes through a layer, which are those of all layers of its kind."""
     plain = shape.with_setting(NOTHING)
-    return _layer_of_kind(plain, shape.is_moe(layer), shape.setting_of(layer))
+    return _layer_of_kind(plain, shape.kind_of(layer), shape.setting_of(layer))
 
 
 @lru_cache(maxsize=256)
-def _layer_of_kind(shape: ModelShape, is_moe: bool, setting: LayerSetting) -> _Layer:
-    kinds = [shape.is_moe(layer) for layer in range(shape.num_layers)]
-    return _Layer(shape, kinds.index(is_moe), setting)
+def _layer_of_kind(shape: ModelShape, kind: LayerKind, setting: LayerSetting) -> _Layer:
+    return _Layer(shape, shape.kinds[kind], setting)
 
 
 class Flow(NamedTuple):
@@ -126,6 +126,7 @@ class _Layer:
     def __init__(self, shape: ModelShape, layer: int, setting: LayerSetting) -> None:
         self._shape = shape
         self._layer = layer
+        self._input = input_name(shape.kind_of(layer))
         self._setting = setting_with_tiles(shape, layer, setting)
         self._costs = layer_costs(shape, layer, setting)
         self._parts = tuple(self._costs)
@@ -145,7 +146,7 @@ class _Layer:
             added = self._enter(live, self._kept.get(part, ()))
             if place == 0 and saves_input and self._setting == WHOLE:
                 added = self._hidden
-                live.add("layer_input")
+                live.add(self._input)
             peak = added + self._beside(part, live)
             yield Stretch(part, "forward", self._costs[part], added, peak)
 
@@ -161,7 +162,7 @@ class _Layer:
         ends = {section.parts[0]: section.output_bytes for section in self._sections}
         if self._setting == WHOLE and ends_checkpoint:
             # Its output, and its input if no part saves that.
-            ends = {self._parts[0]: self._hidden * (1 + ("layer_input" not in self._bytes))}
+            ends = {self._parts[0]: self._hidden * (1 + (self._input not in self._bytes))}
         for part in reversed(self._parts):
             for section in self._sections:
                 if section.before == part:
@@ -183,7 +184,7 @@ class _Layer:
         output = self._hidden if is_last else 0
         missing = frozenset(self._bytes)
         section = _Section(self._parts[-1], self._parts, missing, output)
-        yield from self._rerun(section, {"layer_input"} if has_input else set())
+        yield from self._rerun(section, {self._input} if has_input else set())
 
     def _rerun(self, section: _Section, live: set[str]) -> Iterator[Stretch]:
         for part in section.parts:
@@ -225,7 +226,7 @@ class _Layer:
         """A tile of an MLP or of experts, and all rows that go in and come out."""
         shape, par = self._shape, self._shape.parallelism
         rows, width = shape.tokens, shape.ffn_hidden_size // par.tp
-        if shape.experts is not None and shape.is_moe(self._layer):
+        if shape.experts is not None and "E" in shape.kind_of(self._layer):
             rows, width = shape.expert_tokens, shape.experts.ffn_hidden_size // par.etp
         size, gated = shape.element_bytes, shape.gated_linear_unit
         each = mlp_bytes_per_token(
@@ -340,14 +341,15 @@ def _flows(
     hidden = shape.region_tokens * shape.hidden_size * each
     streams = ("layer_input", "normed_input", "attended", "normed_attended", "layer_output")
     sizes = {name: (name, hidden) for name in streams}
-    attention = {tensor.name: tensor.nbytes for tensor in full["core_attn"]}
-    sizes |= {name: (name, attention[name]) for name in _ATTENTION.split()}
-    outputs = [tensor for tensor in full["core_attn"] if tensor.name.startswith("attention_output")]
-    output = (outputs or full["attn_proj"])[0]
-    sizes["output"] = output.name, output.nbytes
     inside = {}
-    if shape.attention_backend in ("unfused", "local"):
-        inside["core_attn"] = sum(attention.values())
+    if "core_attn" in parts:
+        attention = {tensor.name: tensor.nbytes for tensor in full["core_attn"]}
+        sizes |= {name: (name, attention[name]) for name in _ATTENTION.split()}
+        outputs = [item for item in full["core_attn"] if item.name.startswith("attention_output")]
+        output = (outputs or full["attn_proj"])[0]
+        sizes["output"] = output.name, output.nbytes
+        if shape.attention_backend in ("unfused", "local"):
+            inside["core_attn"] = sum(attention.values())
     prefix, rows, width = "mlp", shape.tokens, shape.ffn_hidden_size // par.tp
     if (experts := shape.experts) is not None and "router" in parts:
         prefix, rows, width = "expert", shape.expert_tokens, experts.ffn_hidden_size // par.etp

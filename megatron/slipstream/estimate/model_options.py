@@ -14,6 +14,7 @@ from typing import Any, Optional
 from megatron.slipstream.estimate.model_shapes import (
     Experts,
     LatentAttention,
+    LayerKind,
     ModelShape,
     Parallelism,
 )
@@ -82,8 +83,26 @@ def shape_fields(options: Any) -> dict[str, Any]:
         "window_size": _window(options),
         "latent_attention": _latent(options),
         "experts": _experts(options),
-        "moe_layers": _moe_layers(options),
+        "layer_kinds": _layer_kinds(options),
     }
+
+
+def pattern_fields(pattern: str, pp: int) -> dict[str, Any]:
+    """Return the fields of a hybrid model's :class:`ModelShape` that its pattern gives.
+
+    Args:
+        pattern: megatron-core's ``hybrid_layer_pattern`` of ``*`` and ``+`` (attention, and latent
+            attention, which no model has both of), ``-``, ``E``, and ``|`` between model chunks.
+        pp: Number of pipeline ranks.
+    """
+    segments = pattern.split("|")
+    fields: dict[str, Any] = {"layer_kinds": tuple("".join(segments).replace("+", "*"))}
+    if len(segments) > 1:
+        by_rank = (segments[rank::pp] for rank in range(pp))
+        fields["layers_per_chunk"] = tuple(tuple(map(len, stages)) for stages in by_rank)
+    if "+" in pattern:  # Its latent vectors have no norms.
+        return fields | {"qk_layernorm": False}
+    return fields | {"latent_attention": None}
 
 
 def _setting(options: Any) -> LayerSetting:
@@ -122,13 +141,13 @@ def _experts(options: Any) -> Optional[Experts]:
     )
 
 
-def _moe_layers(options: Any) -> tuple[bool, ...]:
+def _layer_kinds(options: Any) -> tuple[LayerKind, ...]:
     if not getattr(options, "num_moe_experts", None):
         return ()
     frequency = getattr(options, "moe_layer_freq", 1)
     if isinstance(frequency, int):
-        return tuple(layer % frequency == 0 for layer in range(options.num_layers))
-    return tuple(map(bool, frequency))
+        frequency = [layer % frequency == 0 for layer in range(options.num_layers)]
+    return tuple("*E" if has_experts else "*-" for has_experts in frequency)
 
 
 def parallelism_of_options(options: Any) -> Parallelism:

@@ -27,6 +27,10 @@ QUANTIZED_BYTES: dict[str, float] = {
 }
 """Bytes per element of what a linear layer keeps of its input, with scales, by ``fp8_recipe``."""
 BYTES_OF: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+LayerKind = Literal["*-", "*E", "*", "-", "E"]
+"""What a layer consists of, in the letters of megatron-core's ``hybrid_layer_pattern``: ``*``
+attention, ``-`` an MLP, ``E`` experts. A layer of a GPT model has two of them, of a hybrid model
+one."""
 RECOMPUTE_MODULES = (
     *("core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "moe", "shared_experts"),
 )
@@ -124,7 +128,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A GPT model and how it is trained.
+    """A GPT or hybrid model and how it is trained.
 
     Raises:
         ValueError: The options are invalid or inconsistent; the message names the option and the
@@ -153,8 +157,8 @@ class ModelShape:
     """Attention window in tokens; None means the whole sequence. It affects only times."""
     latent_attention: Optional[LatentAttention] = None
     experts: Optional[Experts] = None
-    moe_layers: tuple[bool, ...] = ()
-    """Whether each layer has experts; empty means every layer does, if there are experts."""
+    layer_kinds: tuple[LayerKind, ...] = ()
+    """Of each layer; empty means attention and, if there are any, experts, else an MLP in all."""
     precision: Precision = "bf16"
     fp8_recipe: Optional[str] = None
     """The recipe of linear layers that compute in fp8; None if they do not."""
@@ -259,9 +263,19 @@ class ModelShape:
         """Whether layers are built from Transformer Engine's modules."""
         return self.attention_backend != "local"
 
-    def is_moe(self, layer: int) -> bool:
-        """Return whether a layer has experts."""
-        return self.experts is not None and (not self.moe_layers or self.moe_layers[layer])
+    def kind_of(self, layer: int) -> LayerKind:
+        """Return what a layer consists of."""
+        if self.layer_kinds:
+            return self.layer_kinds[layer]
+        return "*-" if self.experts is None else "*E"
+
+    @cached_property
+    def kinds(self) -> dict[LayerKind, int]:
+        """The kinds of layers, each with the index of its first layer."""
+        found: dict[LayerKind, int] = {}
+        for layer in range(self.num_layers):
+            found.setdefault(self.kind_of(layer), layer)
+        return found
 
     def recomputes(self, module: str) -> bool:
         """Return whether backward recomputes a module on its own, outside of a whole layer."""

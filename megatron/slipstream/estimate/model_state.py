@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron.slipstream.estimate.layer_costs import layer_costs
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import LayerKind, ModelShape
 
 HOST_BYTES = 16
 """Bytes per parameter of an optimizer on the host: the weight, its gradient and Adam's two moments
@@ -37,15 +37,15 @@ def num_parameters(shape: ModelShape, pp_rank: int) -> NumParameters:
     """
     dense = experts = 0
     vocabulary = shape.vocab_size * shape.hidden_size // shape.parallelism.tp
-    of_kind: dict[bool, tuple[int, int]] = {}
+    of_kind: dict[LayerKind, tuple[int, int]] = {}
     for chunk in shape.chunks_of(pp_rank):
         for layer in chunk.layers:
-            is_moe = shape.is_moe(layer)
-            if is_moe not in of_kind:
+            kind = shape.kind_of(layer)
+            if kind not in of_kind:
                 weights = {part: cost.weights for part, cost in layer_costs(shape, layer).items()}
                 in_experts = weights.get("expert_fc1", 0) + weights.get("expert_fc2", 0)
-                of_kind[is_moe] = sum(weights.values()) - in_experts, in_experts
-            dense, experts = dense + of_kind[is_moe][0], experts + of_kind[is_moe][1]
+                of_kind[kind] = sum(weights.values()) - in_experts, in_experts
+            dense, experts = dense + of_kind[kind][0], experts + of_kind[kind][1]
         dense += vocabulary * chunk.is_first
         is_shared = shape.share_embeddings_and_output_weights and chunk.is_first
         dense += vocabulary * (chunk.is_last and not is_shared)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional
 
-from megatron.slipstream.estimate.model_shapes import LatentAttention, ModelShape
+from megatron.slipstream.estimate.model_shapes import LatentAttention, LayerKind, ModelShape
 from megatron.slipstream.plan.settings import WHOLE, LayerSetting
 
 MEGATRON_MODULES = (
@@ -81,10 +81,13 @@ def saved_tensors(shape: ModelShape, layer: int, setting: Optional[LayerSetting]
         The tensors of each part that saves any, in forward order.
     """
     setting = setting_with_tiles(shape, layer, setting)
-    maker = _Layer(shape.with_setting(setting), shape.is_moe(layer))
+    kind = shape.kind_of(layer)
+    maker = _Layer(shape.with_setting(setting), kind)
     if setting == WHOLE:
         return {CHECKPOINT_INPUTS: maker.layer_input()} if layer in shape.checkpoint_starts else {}
-    found = {**maker.attention(), **maker.feed_forward()}
+    found = maker.attention() if "*" in kind else {}
+    if kind != "*":
+        found |= maker.feed_forward()
     return {part: tensors for part, tensors in found.items() if tensors}
 
 
@@ -101,25 +104,27 @@ def marked_modules(
     shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None
 ) -> tuple[str, ...]:
     """Return the parts of a layer that can be marked as groups, in layer order."""
-    moe = shape.is_moe(layer)
+    kind = shape.kind_of(layer)
     recomputed = setting_with_tiles(shape, layer, setting)
     if recomputed == WHOLE:
         return (CHECKPOINT_INPUTS,) if layer in shape.checkpoint_starts else ()
     are_whole = not shape.mlp_sequence_tiles
-    is_dense = not moe and "mlp" not in recomputed
-    has_experts = moe and "moe" not in recomputed
+    has_attention, has_mlp = "*" in kind, "-" in kind and "mlp" not in recomputed
+    has_experts = "E" in kind and "moe" not in recomputed
     shared = shape.experts.shared_ffn_hidden_size if shape.experts else 0
     is_there = {
-        "attn_norm": not is_input_norm_fused(shape),
-        "core_attn": "core_attn" not in recomputed,
-        "mlp_norm": moe or not shape.uses_transformer_engine,
-        **dict.fromkeys(("mlp_fc1", "mlp_act", "mlp_fc2"), is_dense),
+        "attn_norm": has_attention and not is_input_norm_fused(shape),
+        "qkv_linear": has_attention,
+        "core_attn": has_attention and "core_attn" not in recomputed,
+        "attn_proj": has_attention,
+        "mlp_norm": kind != "*" and not is_mlp_norm_fused(shape, kind),
+        **dict.fromkeys(("mlp_fc1", "mlp_act", "mlp_fc2"), has_mlp),
         "shared_experts": has_experts and shared > 0 and "shared_experts" not in recomputed,
         "expert_fc1": has_experts and are_whole,
         "moe_act": has_experts and are_whole,
         "expert_fc2": has_experts and "moe_act" not in recomputed,
     }
-    return tuple(name for name in MODULES if is_there.get(name, True))
+    return tuple(name for name in MODULES if is_there[name])
 
 
 def setting_with_tiles(
@@ -133,9 +138,10 @@ def setting_with_tiles(
         setting: The setting without tiles; None for the shape's.
     """
     setting = shape.setting_of(layer) if setting is None else setting
-    if setting == WHOLE or not shape.mlp_sequence_tiles:
+    kind = shape.kind_of(layer)
+    if setting == WHOLE or kind == "*" or not shape.mlp_sequence_tiles:
         return setting
-    return setting | {"moe_act" if shape.is_moe(layer) else "mlp"}
+    return setting | {"moe_act" if "E" in kind else "mlp"}
 
 
 def is_input_norm_fused(shape: ModelShape) -> bool:
@@ -143,17 +149,27 @@ def is_input_norm_fused(shape: ModelShape) -> bool:
     return shape.uses_transformer_engine and shape.latent_attention is None
 
 
+def is_mlp_norm_fused(shape: ModelShape, kind: LayerKind) -> bool:
+    """The same for the norm before the MLP or the experts."""
+    return shape.uses_transformer_engine and "E" not in kind
+
+
+def input_name(kind: LayerKind) -> str:
+    """Return the name of a layer's input among its tensors."""
+    return "layer_input" if "*" in kind else "attended"
+
+
 class _Layer:
     """Derives the saved tensors of one layer."""
 
-    def __init__(self, shape: ModelShape, is_moe: bool) -> None:
+    def __init__(self, shape: ModelShape, kind: LayerKind) -> None:
         self._shape = shape
-        self._is_moe = is_moe
+        self._kind: LayerKind = kind
         self._hidden = shape.region_tokens * shape.hidden_size
 
     def layer_input(self) -> tuple[SavedTensor, ...]:
         """Return the layer's input."""
-        return (self._tensor("layer_input", self._hidden),)
+        return (self._tensor(input_name(self._kind), self._hidden),)
 
     def attention(self) -> Saved:
         """Return the tensors of the parts from the layer's input to attention's residual add."""
@@ -186,10 +202,10 @@ class _Layer:
     def feed_forward(self) -> Saved:
         """Return the tensors of the parts from there to the layer's output."""
         shape = self._shape
-        is_fused = shape.uses_transformer_engine and not self._is_moe
+        is_fused, has_experts = is_mlp_norm_fused(shape, self._kind), "E" in self._kind
         recomputes_norm = shape.recomputes("layernorm") and not is_fused
         norm = self._norm("attended", shape.region_tokens, shape.hidden_size, recomputes_norm)
-        make = self._tensor if self._is_moe else self._input  # The router is in 16 bits.
+        make = self._tensor if has_experts else self._input  # The router is in 16 bits.
         normed = () if recomputes_norm else (make("normed_attended", self._hidden),)
         saved: Saved = {}
         if is_fused and shape.recomputes("mlp"):
@@ -198,7 +214,7 @@ class _Layer:
             saved["mlp_fc1"] = (*norm, *normed)
         else:
             saved["mlp_norm"] = norm
-        saved |= self._experts(normed) if self._is_moe else self._mlp(normed, is_fused)
+        saved |= self._experts(normed) if has_experts else self._mlp(normed, is_fused)
         saved["mlp_residual"] = self._hidden_dropout("mlp_dropout_mask")
         return saved
 

@@ -189,13 +189,16 @@ def _wrong_routing(experts: Experts) -> Iterator[str]:
 
 def _wrong_layers(shape: ModelShape) -> Iterator[str]:
     par = shape.parallelism
-    if shape.moe_layers and len(shape.moe_layers) != shape.num_layers:
+    if shape.layer_kinds and len(shape.layer_kinds) != shape.num_layers:
         yield (
-            f"moe_layer_freq has {len(shape.moe_layers)} entries, but "
+            f"moe_layer_freq has {len(shape.layer_kinds)} entries, but "
             f"num_layers={shape.num_layers}; give one entry per layer"
         )
-    if shape.experts is None and any(shape.moe_layers):
-        yield "moe_layer_freq names layers with experts, but num_experts is not set; set it"
+    if shape.experts is None and any("E" in kind for kind in shape.layer_kinds):
+        yield (
+            "moe_layer_freq or hybrid_layer_pattern names layers with experts, but num_experts is "
+            "not set; set it"
+        )
     if shape.experts is not None and par.tp > 1 and not par.sequence_parallel:
         yield _conflict(
             f"tensor_model_parallel_size={par.tp}",

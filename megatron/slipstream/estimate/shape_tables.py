@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Optional
 
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.layer_costs import layer_costs
-from megatron.slipstream.estimate.model_shapes import Parallelism
+from megatron.slipstream.estimate.model_shapes import LayerKind, Parallelism
 from megatron.slipstream.estimate.model_state import num_parameters
 from megatron.slipstream.estimate.saved_tensors import marked_modules, saved_tensors, savers_of
 from megatron.slipstream.estimate.schedules import most_in_flight
@@ -136,18 +136,24 @@ def layer_tables(configured: Configured, speed: Speed) -> Iterator[str]:
     """Tabulate, for each kind of layer, the bytes of its parts and how many compute can hide."""
     shape = configured.shape
     layers = range(shape.num_layers)
-    kinds = {layer: (shape.is_moe(layer), shape.setting_of(layer)) for layer in layers}
-    shown: dict[tuple[bool, LayerSetting], int] = {}
+    kinds = {layer: (shape.kind_of(layer), shape.setting_of(layer)) for layer in layers}
+    shown: dict[tuple[LayerKind, LayerSetting], int] = {}
     # Of layers that are recomputed together, the first saves something.
     for layer in sorted(layers, key=lambda layer: layer not in shape.checkpoint_starts):
         shown.setdefault(kinds[layer], layer)
-    for (is_moe, setting), layer in shown.items():
-        count = sum(kind == (is_moe, setting) for kind in kinds.values())
-        kind = "a layer with experts" if is_moe else "a dense layer"
+    for (letters, setting), layer in shown.items():
+        count = sum(kind == (letters, setting) for kind in kinds.values())
+        kind = _NAMES[letters]
         kind += ", recomputed as a whole" if setting == WHOLE else ""
         yield ""
         yield f"Saved by {kind} ({count} of them) in one micro-batch"
         yield from _layer_table(configured, speed, layer)
+
+
+_NAMES: Mapping[LayerKind, str] = {
+    **{"*-": "a dense layer", "*E": "a layer with experts"},
+    **{"*": "an attention layer", "-": "an MLP layer", "E": "an experts layer"},
+}
 
 
 def part_bytes(configured: Configured, layer: int) -> dict[str, tuple[int, int]]:

@@ -21,7 +21,9 @@ from megatron.slipstream.estimate.layer_passes import Stretch, backward_pass, fo
 from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
 from megatron.slipstream.estimate.saved_tensors import (
     CHECKPOINT_INPUTS,
+    input_name,
     is_input_norm_fused,
+    is_mlp_norm_fused,
     marked_modules,
     saved_tensors,
     savers_of,
@@ -50,9 +52,6 @@ from megatron.slipstream.plan.trace import OUTPUT_LAYER, StepKind, Trace
 
 DEFAULT_MIN_NUMEL = 1 << 20
 """megatron-core's ``min_offloaded_tensor_size``, in elements."""
-
-EXPERTS, DENSE = "experts", "dense"
-"""The kinds of layers."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class Workplan:
         templates: dict[str, dict[LayerSetting, Template]] = {}
         chunks = []
         for chunk in self.shape.chunks_of(pp_rank):
-            kinds = tuple(EXPERTS if self.shape.is_moe(layer) else DENSE for layer in chunk.layers)
+            kinds = tuple(map(self.shape.kind_of, chunk.layers))
             for kind, layer in zip(kinds, chunk.layers, strict=True):
                 if kind not in templates:
                     parts = WHOLE | set(recomputable_modules(self.shape, layer))
@@ -161,8 +160,7 @@ class Workplan:
             kinds = []
             for layers in itertools.batched(chunk.layers, step):
                 settings = [shape.setting_of(layer) for layer in layers]
-                names = [EXPERTS if shape.is_moe(layer) else DENSE for layer in layers]
-                kinds.append(", ".join(map(_kind, names, settings)))
+                kinds.append(", ".join(map(_kind, map(shape.kind_of, layers), settings)))
                 if kinds[-1] not in templates:
                     run = chunk._replace(layers=layers, is_last=False)
                     templates[kinds[-1]] = {settings[0]: self._template(shape, run)}
@@ -181,7 +179,7 @@ class Workplan:
             shape: The model, with the settings of these layers.
             chunk: These layers only; ``is_last`` stands for what follows them.
         """
-        layers = tuple((shape.is_moe(layer), shape.setting_of(layer)) for layer in chunk.layers)
+        layers = tuple((shape.kind_of(layer), shape.setting_of(layer)) for layer in chunk.layers)
         key = shape.layers_per_checkpoint, layers, chunk.is_last
         if key not in self._templates:  # Ranks have layers of the same kinds.
             self._templates[key] = _template(self, shape, chunk)
@@ -223,12 +221,15 @@ def _kind(name: str, setting: LayerSetting) -> str:
 
 def recomputable_modules(shape: ModelShape, layer: int) -> tuple[str, ...]:
     """Return the ``recompute_modules`` that make a difference to a layer of this kind."""
-    experts = shape.experts if shape.is_moe(layer) else None
+    kind = shape.kind_of(layer)
+    experts = shape.experts if "E" in kind else None
+    has_input_norm = "*" in kind and not is_input_norm_fused(shape)
+    has_mlp_norm = kind != "*" and not is_mlp_norm_fused(shape, kind)
     makes_sense = {
-        "layernorm": experts is not None or not is_input_norm_fused(shape),
-        "core_attn": True,
-        "mla_up_proj": shape.latent_attention is not None,
-        "mlp": experts is None and not shape.mlp_sequence_tiles,
+        "layernorm": has_input_norm or has_mlp_norm,
+        "core_attn": "*" in kind,
+        "mla_up_proj": "*" in kind and shape.latent_attention is not None,
+        "mlp": "-" in kind and not shape.mlp_sequence_tiles,
         "moe": experts is not None,
         "moe_act": experts is not None and not shape.mlp_sequence_tiles,
         "shared_experts": experts is not None and experts.shared_ffn_hidden_size > 0,
@@ -276,7 +277,7 @@ class _Marker:
                 with_small.update(groups)
             elif groups:
                 held_outside = len(groups) < len(savers) or bool(tensor.kept_by)
-                is_input = is_first and name == "layer_input"
+                is_input = is_first and name == input_name(self._shape.kind_of(layer))
                 self.storages.append(TemplateStorage(tensor.nbytes, groups, held_outside, is_input))
         for name, group in group_of.items():
             stays = (Staying.SMALL.text,) if group in with_small else ()
@@ -298,8 +299,12 @@ class _Marker:
             if is_output:
                 yield Mark(StepKind.OUTPUT_END, -2, OUTPUT_LAYER)
             for name, span in reversed(spans.items()):  # Groups end inside of others.
-                if stretch.part == span[-1]:
+                if stretch.part == span[-1] and name != CHECKPOINT_INPUTS:
                     yield Mark(StepKind.FORWARD_COMMIT, groups[name], name)
+        for groups in self._group_of.values():  # A checkpoint ends with its last layer.
+            if CHECKPOINT_INPUTS in groups:
+                group = groups[CHECKPOINT_INPUTS]
+                yield Mark(StepKind.FORWARD_COMMIT, group, CHECKPOINT_INPUTS)
 
     def backward(self, stretches: Iterable[Stretch]) -> Iterator[Event]:
         """Yield the work of backward, and a mark where a group is first read.

@@ -368,7 +368,7 @@ class SizedModel:
         last = None
         for number in range(shape.parallelism.pp):
             layers = [layer for chunk in shape.chunks_of(number) for layer in chunk.layers]
-            kinds = {shape.is_moe(layer): layer for layer in layers}
+            kinds = {shape.kind_of(layer): layer for layer in layers}
             parts = [WHOLE.union(recomputable_modules(shape, layer)) for layer in kinds.values()]
             settings = [setting & part for setting in asked for part in parts]
             state = self.state_bytes[number]
@@ -391,8 +391,7 @@ def selective_setting(shape: ModelShape) -> LayerSetting:
         return shape.recompute_modules
     if shape.attention_backend in ("unfused", "local"):
         return LayerSetting({"core_attn"})
-    kinds = {shape.is_moe(layer) for layer in range(shape.num_layers)}
-    names = {"moe_act" if is_moe else "mlp" for is_moe in kinds}
+    names = {"moe_act" if "E" in kind else "mlp" for kind in shape.kinds if kind != "*"}
     names |= {"mla_up_proj"} if shape.latent_attention else set()
     return LayerSetting(names | {"layernorm"})
 

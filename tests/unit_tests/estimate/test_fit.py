@@ -210,12 +210,12 @@ MODELS = {
     "dense": llama(),
     "unfused": llama(attention_backend="unfused"),
     "experts": example(
-        "mixtral_8x7b", num_layers=8, moe_layers=(), parallelism=Parallelism(pp=2, ep=8, dp=8)
+        "mixtral_8x7b", num_layers=8, layer_kinds=(), parallelism=Parallelism(pp=2, ep=8, dp=8)
     ),
     "latent": example(
         "deepseek_v3",
         num_layers=8,
-        moe_layers=(),
+        layer_kinds=(),
         parallelism=Parallelism(pp=2, vpp=2, ep=64, dp=64),
     ),
 }

@@ -94,7 +94,7 @@ def test_qwen3_moe(tmp_path: Path) -> None:
     fields = load(tmp_path, "qwen3_moe", num_experts=16, num_experts_per_tok=4,
                   moe_intermediate_size=32, decoder_sparse_step=2, mlp_only_layers=[3])  # fmt: skip
     assert fields["experts"] == Experts(16, 4, 32)
-    assert fields["moe_layers"] == (False, True, False, False)
+    assert fields["layer_kinds"] == ("*-", "*E", "*-", "*-")
 
 
 def test_deepseek_v3(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_deepseek_v3(tmp_path: Path) -> None:
                   moe_intermediate_size=32, first_k_dense_replace=1)  # fmt: skip
     assert fields["latent_attention"] == LatentAttention(24, 16, 8, 4, 8)
     assert fields["experts"] == Experts(16, 4, 32, 64)
-    assert fields["moe_layers"] == (False, True, True, True)
+    assert fields["layer_kinds"] == ("*-", "*E", "*E", "*E")
     assert fields["qk_layernorm"]
 
 

@@ -202,7 +202,7 @@ DEEPSEEK = replace(
     **{"vocab_size": 129280, "seq_length": 4096, "num_query_groups": None, "qk_layernorm": True},
     latent_attention=LatentAttention(1536, 512, 128, 64, 128),
     experts=Experts(256, 8, 2048, 2048),
-    moe_layers=(False,) * 3 + (True,) * 58,
+    layer_kinds=("*-",) * 3 + ("*E",) * 58,
 )
 QWEN3 = ModelShape(
     *(94, 4096, 64, 12288, 151936, 4096, 1, 4, 128),

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -23,6 +24,7 @@ from megatron.slipstream.estimate.model_shapes import (
     RECOMPUTE_MODULES,
     Experts,
     LatentAttention,
+    LayerKind,
     ModelShape,
     Parallelism,
 )
@@ -175,7 +177,9 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         qk_layernorm=draw(st.booleans()),
         latent_attention=latent,
         experts=SHARED,
-        moe_layers=tuple(draw(st.lists(st.booleans(), min_size=8, max_size=8))),
+        layer_kinds=tuple(
+            draw(st.lists(st.sampled_from(get_args(LayerKind)), min_size=8, max_size=8))
+        ),
         attention_backend=backend,
         fp8_recipe=draw(st.sampled_from([None, "mxfp8"])),
         cross_entropy=draw(st.sampled_from(["unfused", "native", "te"])),

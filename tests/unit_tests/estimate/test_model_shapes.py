@@ -383,8 +383,8 @@ def par(**fields: Any) -> dict[str, Any]:
         ({"experts": EXPERTS, **par(ep=3)}, "num_experts=8 is not a multiple"),
         ({"experts": EXPERTS, **par(etp=3)}, "moe_ffn_hidden_size=256 is not a multiple"),
         ({"experts": EXPERTS, **par(tp=2)}, "with experts without sequence_parallel"),
-        ({"experts": EXPERTS, "moe_layers": (True,)}, "moe_layer_freq has 1 entries"),
-        ({"moe_layers": (True,) * 8}, "num_experts is not set"),
+        ({"experts": EXPERTS, "layer_kinds": ("*E",)}, "moe_layer_freq has 1 entries"),
+        ({"layer_kinds": ("*E",) * 8}, "num_experts is not set"),
         (par(vpp=2), "virtual_pipeline_model_parallel_size=2 is not supported"),
         (par(pp=3), "num_layers=8 cannot be divided evenly among pipeline_model_parallel_size=3"),
         (

@@ -6,18 +6,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.layer_costs import Cost, layer_costs
-from megatron.slipstream.estimate.model_shapes import Experts, ModelShape, Parallelism
+from megatron.slipstream.estimate.model_shapes import (
+    Experts,
+    LatentAttention,
+    LayerKind,
+    ModelShape,
+    Parallelism,
+)
+from megatron.slipstream.estimate.saved_tensors import CHECKPOINT_INPUTS, MEGATRON_MODULES
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import check_plan
-from megatron.slipstream.plan.files import load_trace, save_trace
+from megatron.slipstream.plan.files import load_trace, save_plan, save_trace
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 from megatron.slipstream.plan.trace import StepKind, Trace
 from megatron.slipstream.plan.walk import simulate
@@ -94,7 +102,7 @@ def test_small_tensors_stay() -> None:
 
 
 def test_expert_layers_and_dense_ones_mark_their_own_modules() -> None:
-    shape = replace(SHAPE, experts=EXPERTS, moe_layers=(False, True, False, True))
+    shape = replace(SHAPE, experts=EXPERTS, layer_kinds=("*-", "*E") * 2)
     trace = synthetic_trace(workplan(shape, ("core_attn", "expert_fc1", "moe_act"), 1), 0)
     names = [group.name for group in trace.groups]
     assert names == ["core_attn", "core_attn", "expert_fc1", "moe_act"] * 2
@@ -122,8 +130,8 @@ def before_activation(costs: dict[str, Cost]) -> list[Cost]:
 
 
 def test_a_rank_without_a_chosen_module_has_no_steps() -> None:
-    layers = (False, False, True, True)
-    shape = replace(pipeline(pp=2), experts=EXPERTS, moe_layers=layers)
+    layers = ("*-", "*-", "*E", "*E")
+    shape = replace(pipeline(pp=2), experts=EXPERTS, layer_kinds=layers)
     work = workplan(shape, ("expert_fc1",))
     assert not synthetic_trace(work, 0).steps
     assert synthetic_trace(work, 1).steps
@@ -166,6 +174,42 @@ def test_recomputation_costs_time_and_gives_memory() -> None:
     assert after.forward_ms == before.forward_ms
 
 
+PIPELINE = Parallelism(pp=2, vpp=2)
+ALIKE = {
+    "dense": {},
+    "mixed": {"experts": EXPERTS, "layer_kinds": ("*-", "*E") * 2},
+    "experts": {"experts": replace(EXPERTS, shared_ffn_hidden_size=512)},
+    "pipeline": {"parallelism": PIPELINE, "layers_per_chunk": ((1, 1), (1, 1))},
+    "latent": {"latent_attention": LatentAttention(64, 32, 16, 8, 16), "hidden_dropout": 0.1},
+    "local": {"attention_backend": "local", "normalization": "LayerNorm"},
+    "selective": {"experts": EXPERTS, "recompute_modules": frozenset({"layernorm", "moe_act"})},
+    "tiles": {"mlp_sequence_tiles": True, "loss_sequence_tiles": True},
+    "whole": {"recompute_modules": WHOLE},
+}
+
+
+@pytest.mark.parametrize("changes", ALIKE.values(), ids=ALIKE)
+def test_a_pattern_gives_the_plan_of_the_same_transformer(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    shape = replace(SHAPE, **changes)
+    letters: tuple[LayerKind, ...] = tuple("".join(map(shape.kind_of, range(shape.num_layers))))
+    pattern = replace(
+        shape,
+        num_layers=len(letters),
+        layer_kinds=letters,
+        layers_per_chunk=tuple(tuple(2 * n for n in rank) for rank in shape.layers_per_chunk),
+        layers_per_checkpoint=2 if shape.recompute_modules == WHOLE else 1,
+    )
+    for rank in range(shape.parallelism.pp):
+        files = tmp_path / "gpt.json", tmp_path / "hybrid.json"
+        for path, each in zip(files, (shape, pattern), strict=True):
+            trace = synthetic_trace(workplan(each, (*MEGATRON_MODULES, CHECKPOINT_INPUTS)), rank)
+            assert trace.steps
+            save_plan(build_plan(trace, PolicyOptions()), path)
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
 MOVABLE = ["qkv_linear", "core_attn", "mlp_norm", "mlp_act", "moe_act", "expert_fc2",
            "shared_experts", "checkpoint_inputs"]  # fmt: skip
 SETTINGS = [NOTHING, WHOLE, frozenset({"mlp", "moe_act"}), frozenset({"layernorm", "core_attn"})]
@@ -174,7 +218,7 @@ SETTINGS = [NOTHING, WHOLE, frozenset({"mlp", "moe_act"}), frozenset({"layernorm
 @settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from([(1, None), (2, None), (2, 2)]),
-    st.sampled_from([(), (True,) * 4, (False, True, True, False)]),
+    st.sampled_from([(), ("*E",) * 4, ("*-", "*E", "*E", "*-"), ("*", "E", "-", "*")]),
     st.sets(st.sampled_from(MOVABLE), min_size=1),
     st.sampled_from(["fused", "local"]),
     st.lists(st.sampled_from(SETTINGS), min_size=4, max_size=4),
@@ -190,7 +234,7 @@ def test_every_trace_can_be_planned_proved_and_simulated(
     shape = replace(
         SHAPE,
         experts=replace(EXPERTS, shared_ffn_hidden_size=512) if moe else None,
-        moe_layers=moe,
+        layer_kinds=moe,
         attention_backend=backend,
         layer_settings=tuple(recomputed),
         parallelism=Parallelism(pp=pp, vpp=vpp),

@@ -35,6 +35,7 @@ from megatron.slipstream.integration.entry.model_arguments import (
 from megatron.slipstream.options.fields import DEFAULTS, OffloadConfig
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.files import save_plan
 from megatron.slipstream.plan.settings import NOTHING, WHOLE
 
 BASE = (
@@ -47,6 +48,7 @@ LLAMA = BASE + (
     "--num-query-groups 4 --ffn-hidden-size 1536 --untie-embeddings-and-output-weights "
     "--attention-dropout 0 --hidden-dropout 0 --attention-backend fused "
 )
+HYBRID = LLAMA.replace("--num-layers 8 ", "")
 EXPERTS = (
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall "
@@ -123,6 +125,12 @@ REFUSED = {
     LLAMA + "--mlp-sequence-tiles 4": "mlp_sequence_tiles=4 is not supported with a plan",
     LLAMA + "--loss-sequence-tiles 4": "loss_sequence_tiles=4 is not supported with a plan",
     LLAMA + "--mtp-num-layers 1": "mtp_num_layers=1 is not supported",
+    HYBRID + "--hybrid-layer-pattern *-M-": (
+        "hybrid_layer_pattern=*-M- is not supported with a plan from flags because what M (Mamba)"
+    ),
+    HYBRID + "--hybrid-layer-pattern G-*-": "because what G (gated delta net)",
+    HYBRID + "--hybrid-layer-pattern *-*-/*-": "because what / (predicted tokens)",
+    HYBRID + "--hybrid-layer-pattern *E": "num_experts is not set",
     LLAMA.replace("--vocab-size 1000 ", ""): "vocab_size is not set",
     LLAMA + "--num-lyers 3": "did you mean --num-layers?",
     LLAMA + "--pipeline-model-parallel-size 3": "divisible",
@@ -245,6 +253,22 @@ WITHOUT_EFFECT = {
 """Options that change no size by more than a few percent."""
 
 
+LIKE_A_PATTERN = {
+    "llama": HYBRID + "--hybrid-layer-pattern " + "*-" * 8,
+    "uneven": HYBRID + "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 6 "
+    "--hybrid-layer-pattern " + "*-" * 8,
+    "layout": HYBRID + "--pipeline-model-parallel-size 2 --hybrid-override-pattern "
+    + "*-" * 5 + "|" + "*-" * 3,
+    "pipeline": HYBRID + "--tensor-model-parallel-size 2 --sequence-parallel "
+    "--pipeline-model-parallel-size 2 --hybrid-layer-pattern " + "|".join(["*-*-"] * 4),
+    "every second layer": HYBRID + EXPERTS + "--hybrid-layer-pattern " + "*E*-" * 4,
+    "recompute": HYBRID + "--recompute-granularity selective --recompute-modules core_attn mlp "
+    "--hybrid-layer-pattern " + "*-" * 8,
+}  # fmt: skip
+"""Flags of the same transformer as those of PLANNED, by a pattern."""
+LATENT_PATTERN = "--hybrid-layer-pattern +-+-"
+
+
 def flags_of(options: dict[str, Any]) -> list[str]:
     """Write options as flags."""
     words: list[str] = []
@@ -270,6 +294,9 @@ def parse_all(rank: int, world_size: int, port: int) -> dict[str, Any]:
         found[name] = configured_by_flags(flags.split(), num_processes)
     for flags in POLICIES:
         found[flags] = configured_by_flags((OFFLOADED + flags).split())
+    for name, flags in LIKE_A_PATTERN.items():
+        found["pattern", name] = configured_by_flags(flags.split())
+    found["latent pattern"] = configured_by_flags((BASE + LATENT + LATENT_PATTERN).split())
     found["counted"] = configured_by_flags(LLAMA.split(), num_micro_batches=5)
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
@@ -323,6 +350,30 @@ def test_flags_give_the_shape(parsed: dict[str, Configured]) -> None:
     assert "core_attn" in parsed["recompute"].modules  # which 'attn_proj' is refused without
 
 
+@pytest.mark.parametrize("name", LIKE_A_PATTERN)
+def test_a_pattern_gives_the_plans_of_the_same_transformer(
+    parsed: dict[Any, Configured], name: str, tmp_path: Path
+) -> None:
+    by_flags, by_pattern = parsed[name], parsed["pattern", name]
+    assert by_pattern.shape.num_layers == 2 * by_flags.shape.num_layers
+    assert by_pattern.modules == by_flags.modules
+    for rank in range(by_flags.shape.parallelism.pp):
+        found = []
+        for each in (by_flags, by_pattern):
+            work = Workplan(each.shape, find_speed("h100"), each.modules, each.num_micro_batches)
+            state = state_bytes(each.shape, rank)
+            save_plan(build_plan(synthetic_trace(work, rank, state), each.policy), tmp_path / "p")
+            found.append((tmp_path / "p").read_bytes())
+        assert found[0] == found[1]
+
+
+def test_latent_attention_of_a_pattern(parsed: dict[str, Configured]) -> None:
+    shape = parsed["latent pattern"].shape
+    assert shape.layer_kinds == ("*", "-", "*", "-")
+    assert shape.latent_attention == LatentAttention(64, 32, 16, 8, 16)
+    assert parsed["pattern", "llama"].shape.latent_attention is None  # type: ignore[index]
+
+
 @pytest.mark.parametrize("flags", POLICIES)
 def test_every_offloading_flag_reaches_the_plan(flags: str, parsed: dict[str, Configured]) -> None:
     assert parsed[flags].policy == PolicyOptions(**POLICIES[flags])
@@ -355,12 +406,12 @@ def test_a_hugging_face_configuration_is_that_of_its_flags(
     by_flags = parsed[name].shape
     training = {"parallelism": by_flags.parallelism, "layers_per_chunk": by_flags.layers_per_chunk}
     shape = shape_of_options(SimpleNamespace(**options), seq_length=4096, **training)
-    every_layer = tuple(map(shape.is_moe, range(shape.num_layers)))
+    every_layer = tuple(map(shape.kind_of, range(shape.num_layers)))
     for field in dataclasses.fields(shape):
         values = [getattr(each, field.name) for each in (shape, by_flags)]
         if field.name in ("kv_channels", "num_query_groups"):  # megatron sets the defaults.
             values = [(each.head_dim, each.query_groups) for each in (shape, by_flags)]
-        elif field.name == "moe_layers":
+        elif field.name == "layer_kinds":
             values = [value or every_layer for value in values]
         assert values[0] == values[1], field.name
 
@@ -395,9 +446,9 @@ def test_parallelism(parsed: dict[str, Configured]) -> None:
 def test_experts(parsed: dict[str, Configured]) -> None:
     shape = parsed["experts"].shape
     assert shape.experts == Experts(8, 2, 256, 128)
-    assert shape.moe_layers == (False, *[True] * 7)
+    assert shape.layer_kinds == ("*-", *["*E"] * 7)
     assert (shape.parallelism.ep, shape.parallelism.etp) == (4, 1)
-    assert parsed["every second layer"].shape.moe_layers == (True, False) * 4
+    assert parsed["every second layer"].shape.layer_kinds == ("*E", "*-") * 4
     assert parsed["experts"].modules[-2:] == ("expert_fc1", "moe_act")
 
 

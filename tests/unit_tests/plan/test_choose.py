@@ -40,7 +40,7 @@ MIXED = replace(
     DENSE,
     num_layers=4,
     experts=Experts(num_experts=8, topk=2, ffn_hidden_size=2048),
-    moe_layers=(False, True, True, True),
+    layer_kinds=("*-", "*E", "*E", "*E"),
 )
 LONGER = replace(DENSE, num_layers=8)
 MODULES = ("qkv_linear", "core_attn", "attn_proj", "expert_fc1", "moe_act")
@@ -95,8 +95,8 @@ def test_no_assignment_of_a_small_model_is_faster(shape: ModelShape, share: floa
 
 
 def test_an_assignment_that_fits_because_the_models_input_moves_is_found() -> None:
-    layers = (True, True, True, True, False)
-    rank = rank_of(replace(MIXED, num_layers=5, seq_length=32768, moe_layers=layers), 50.0)
+    layers = (*["*E"] * 4, "*-")
+    rank = rank_of(replace(MIXED, num_layers=5, seq_length=32768, layer_kinds=layers), 50.0)
     budget = budget_of(rank, 0.2917)
     best = (WHOLE, WHOLE, WHOLE, MOE_ACT, MLP)
     options = PolicyOptions(target_memory_bytes=budget)
@@ -115,7 +115,7 @@ def test_no_setting_of_all_layers_with_fewer_modules_is_faster(share: float) -> 
     for count in range(4):
         for modules in itertools.combinations(MODULES[:3], count):
             given = rank_of(LONGER, modules=modules)
-            for setting in given.templates["dense"]:
+            for setting in given.templates["*-"]:
                 trace = given.compose((setting,) * 8, marks_all=True)
                 plan = build_plan(trace, options, MAX_STEPS_OF_CHANGES)
                 if max(plan.device_bytes) <= budget:
@@ -176,7 +176,7 @@ def test_a_budget_that_nothing_meets_gives_the_lowest_peak() -> None:
     assert not choice.fits
     assert choice.limit is Limit.STATE
     peaks = []
-    for assignment in itertools.product(rank.templates["dense"], repeat=3):
+    for assignment in itertools.product(rank.templates["*-"], repeat=3):
         trace = rank.compose(assignment)
         plan = build_plan(trace, PolicyOptions(target_memory_bytes=STATE_BYTES), 1000)
         peaks.append(max(plan.device_bytes))

@@ -31,7 +31,7 @@ SHAPE = ModelShape(
     seq_length=2048,
     num_query_groups=4,
     experts=Experts(num_experts=4, topk=2, ffn_hidden_size=512),
-    moe_layers=(False, True, False, True),
+    layer_kinds=("*-", "*E") * 2,
 )
 MODULES = ("qkv_linear", "core_attn", "expert_fc1", "moe_act", CHECKPOINT_INPUTS)
 SETTINGS = (NOTHING, MLP, MOE, WHOLE)
@@ -60,8 +60,8 @@ def test_layers_of_any_settings_are_composed(assignment: tuple[LayerSetting, ...
 
 def test_a_kind_has_templates_of_the_settings_that_it_takes() -> None:
     rank = work_of().rank_templates(0, 0, SETTINGS)
-    assert set(rank.templates["dense"]) == {NOTHING, MLP, WHOLE}
-    assert set(rank.templates["experts"]) == {NOTHING, MOE, WHOLE}
+    assert set(rank.templates["*-"]) == {NOTHING, MLP, WHOLE}
+    assert set(rank.templates["*E"]) == {NOTHING, MOE, WHOLE}
     with pytest.raises(KeyError):
         rank.compose((MOE,) * 4)
     with pytest.raises(ValueError, match="shorter"):
@@ -69,7 +69,7 @@ def test_a_kind_has_templates_of_the_settings_that_it_takes() -> None:
 
 
 def test_what_a_layer_recomputes_is_on_the_device_in_its_backward() -> None:
-    templates = work_of().rank_templates(0, 0, SETTINGS).templates["dense"]
+    templates = work_of().rank_templates(0, 0, SETTINGS).templates["*-"]
     whole, kept = templates[WHOLE], templates[NOTHING]
     inside = whole.in_forward.net_bytes + whole.in_backward.peak_bytes
     assert inside > kept.in_forward.net_bytes > 5 * whole.in_forward.net_bytes
@@ -103,7 +103,7 @@ def test_a_pass_without_groups_has_marks_only_if_asked() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_coarser_template_takes_as_much_of_everything(count: int) -> None:
-    for template in work_of().rank_templates(0, 0, SETTINGS).templates["dense"].values():
+    for template in work_of().rank_templates(0, 0, SETTINGS).templates["*-"].values():
         coarse = template.as_one_group(count)
         assert coarse.compute_ms == count * template.compute_ms
         assert coarse.movable_bytes == count * template.movable_bytes

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Optional
 
 from megatron.slipstream.estimate.gpus import FP8_RATE
-from megatron.slipstream.estimate.model_options import shape_of_options
+from megatron.slipstream.estimate.model_options import pattern_fields, shape_of_options
 from megatron.slipstream.estimate.model_shapes import (
     QUANTIZED_BYTES,
     AttentionBackend,
@@ -147,7 +147,7 @@ _BY_RECIPE = (
     "been measured"
 )
 _NOT_MODELLED = (
-    *("mtp_num_layers", "hybrid_layer_pattern", "heterogeneous_layers_config_path"),
+    "heterogeneous_layers_config_path",
     *("experimental_attention_variant", "attention_output_gate", "qk_l2_norm"),
     *("fp32_residual_connection", "cpu_offloading", "moe_expert_capacity_factor"),
     *("moe_latent_size", "moe_apply_probs_on_input", "use_transformer_engine_op_fuser"),
@@ -196,10 +196,28 @@ STATE_RULES: tuple[Rule, ...] = (
 )
 """Restrictions of the state that is derived from the parameters."""
 
+_LETTERS = {"M": "Mamba", "G": "gated delta net", "D": "sparse attention", "/": "predicted tokens"}
+"""What is not modelled, by its letter in ``hybrid_layer_pattern``."""
+
+
+def _no_letter(letter: str) -> Rule:
+    return _unsupported(
+        "hybrid_layer_pattern",
+        f"what {letter} ({_LETTERS[letter]}) saves is not modelled",
+        "plan a recorded iteration of the model (offload_trace_path) instead, or a pattern of * + "
+        "- E |",
+        lambda f: letter not in (f.hybrid_layer_pattern or ""),
+    )
+
+
 PLAN_RULES: tuple[Rule, ...] = (
+    *map(_no_letter, _LETTERS),
     _not_modelled("fp8_recipe", lambda f: not f.fp8 or f.fp8_recipe in QUANTIZED_BYTES),
     _not_modelled("fp8_dot_product_attention"),
     _unsupported("fp4", _BY_RECIPE, _IN_16_BITS),
+    _not_modelled(
+        "mtp_num_layers", lambda f: not f.mtp_num_layers or "/" in (f.hybrid_layer_pattern or "")
+    ),
     *map(_not_modelled, _NOT_MODELLED),
     _unsupported(
         "offload_checkpoint_inputs",
@@ -331,6 +349,9 @@ def _shape(args: Any, config: Any) -> ModelShape:
     cp_comm_type = args.cp_comm_type
     if isinstance(cp_comm_type, list):  # One for all layers, or one for each.
         cp_comm_type = cp_comm_type[0]
+    pattern, of_pattern = args.hybrid_layer_pattern, {}
+    if pattern is not None:
+        of_pattern = pattern_fields(pattern, args.pipeline_model_parallel_size)
     shape = shape_of_config(
         config,
         vocab_size=_padded_vocab_size(args),
@@ -343,6 +364,7 @@ def _shape(args: Any, config: Any) -> ModelShape:
         optimizer=_optimizer(args),
         mlp_sequence_tiles=args.mlp_sequence_tiles == "auto",
         loss_sequence_tiles=args.loss_sequence_tiles == "auto",
+        **of_pattern,
     )
     parallelism = replace(
         shape.parallelism,
@@ -382,7 +404,9 @@ def shape_of_config(config: Any, **training: Any) -> ModelShape:
         config: The configuration.
         training: Fields of :class:`ModelShape` that ``config`` lacks, or that override its values.
     """
-    return shape_of_options(config, **{"layers_per_chunk": _layers_per_chunk(config), **training})
+    if "layers_per_chunk" not in training:
+        training["layers_per_chunk"] = _layers_per_chunk(config)
+    return shape_of_options(config, **training)
 
 
 def _padded_vocab_size(args: Any) -> int:
