@@ -36,6 +36,9 @@ ONE_RANK = {
     "moe, dropout": ModelCase("moe", overrides={"attention_dropout": 0.1, "hidden_dropout": 0.1}),
     "qk norm": ModelCase("dense", overrides={"qk_layernorm": True}),
     "moe, multi-token prediction": ModelCase("moe", overrides={"mtp_num_layers": 1}),
+    "hybrid, multi-token prediction": ModelCase(
+        "hybrid", pattern="*-*E/*E/*E", overrides={"mtp_num_layers": 2}
+    ),
 }
 
 
@@ -184,6 +187,10 @@ TWO_RANKS = {
     "PP2, hybrid": (ModelCase("hybrid", pp=2, num_layers=8), (4, 4, 3, 4)),
     "PP2, multi-token prediction": (
         ModelCase("dense", pp=2, overrides={"mtp_num_layers": 1}),
+        (4, 4, 3, 4),
+    ),
+    "PP2, hybrid, multi-token prediction": (
+        ModelCase("hybrid", pp=2, pattern="*-|*E/*E", overrides={"mtp_num_layers": 1}),
         (4, 4, 3, 4),
     ),
     "PP2 VPP2, one layer per chunk": (ModelCase("dense", pp=2, vpp=2), (4, 4, 8, 4)),

@@ -222,9 +222,20 @@ def test_fp8_experts() -> None:
     _check(case, (*MOE_MODULES, "expert_fc2"), (2, 1, 2))
 
 
+PREDICTING = {"overrides": {**MOE.overrides, "mtp_num_layers": 2}}
+
+
 @pytest.mark.gpu
-def test_hybrid() -> None:
-    case = ModelCase(**{**vars(MOE), "kind": "hybrid", "num_layers": 12})
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_layers": 12},
+        {"num_layers": 6, "pattern": "*E*-*E/*E/*E", **PREDICTING},
+    ],
+    ids=["attention, MLP, experts", "multi-token prediction"],
+)
+def test_hybrid(options: dict[str, Any]) -> None:
+    case = ModelCase(**{**vars(MOE), "kind": "hybrid", **options})
     skip_without_model(case)
     result = _check(case, MOE_MODULES, (2, 2, 1, 2))
     assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)

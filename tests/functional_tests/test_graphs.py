@@ -53,7 +53,13 @@ MOE = ModelCase(
     bf16=True,
     overrides={"moe_permute_fusion": True},
 )
-CASES = {"dense": DENSE, "moe": MOE}
+HYBRID_MTP = replace(
+    MOE,
+    kind="hybrid",
+    pattern="*E*E/*E",
+    overrides={**MOE.overrides, "mtp_num_layers": 1},
+)
+CASES = {"dense": DENSE, "moe": MOE, "hybrid, MTP": HYBRID_MTP}
 OFFLOAD = {"min_offloaded_tensor_size": 1024}
 NUM_STEPS = 3
 
@@ -118,6 +124,16 @@ def test_graphs_and_offloading(
     in_attention = {"qkv_linear", "core_attn"} & set(modules)
     assert (training.graphed_bytes > 0) >= bool(attention_is_graphed and in_attention)
     _record_equality(record_row, kind, scope, modules, training)
+
+
+def test_graphs_before_further_predicted_tokens_of_a_hybrid_model() -> None:
+    """Graphs of the layers before them; what predicts further tokens runs eagerly and moves."""
+    kind, modules = "hybrid, MTP", (*MOE_MODULES, "expert_fc2")
+    result, training = _train(with_graphs(CASES[kind], ("attn", "moe_router")), modules, **OFFLOAD)
+    _assert_equal(result, _eager(kind))
+    assert training.graphed_bytes > 0
+    assert training.engine is not None
+    assert training.engine.report.d2h_bytes > 0
 
 
 @pytest.mark.parametrize("kind, scope", [("dense", ()), ("moe", ("attn", "moe_router"))], ids=str)

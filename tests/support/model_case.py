@@ -30,7 +30,7 @@ class ModelCase:
     """dense, moe, mixed (every second layer dense), mla, or hybrid (a ``HybridModel``)."""
     num_layers: int = 4
     pattern: str = "*-*E"
-    """Letters of a hybrid model's ``num_layers`` layers, repeated unless divided by ``|``."""
+    """Letters of a hybrid model's ``num_layers`` layers, repeated unless it has ``|`` or ``/``."""
     hidden_size: int = 64
     num_attention_heads: int = 4
     seq_length: int = 32
@@ -68,7 +68,7 @@ class ModelCase:
     def hybrid_layer_pattern(self) -> str:
         """The letters of all layers of a hybrid model."""
         repeated = (self.pattern * self.num_layers)[: self.num_layers]
-        return self.pattern if "|" in self.pattern else repeated
+        return self.pattern if set("|/") & set(self.pattern) else repeated
 
     @property
     def has_experts(self) -> bool:

@@ -255,13 +255,19 @@ def core_attention_with_head_sizes(_: Any) -> Any:
 def local_hybrid_stack_spec(config: Any) -> Any:
     """Return a ``HybridModel``'s layers in plain PyTorch: ``*`` attention, ``-`` MLP, ``E`` MoE.
 
-    State-space layers (``M`` and ``G``) are left out: their kernels exist for GPUs only.
+    Layers of further predicted tokens (after ``/``) are of these, too. State-space layers (``M``
+    and ``G``) are left out: their kernels exist for GPUs only.
     """
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        get_mtp_layer_spec_for_backend,
+    )
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
@@ -295,6 +301,13 @@ def local_hybrid_stack_spec(config: Any) -> Any:
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=without_attention(submodules())),
+            # Norms and projections; megatron-core builds the layers between from the others here.
+            mtp_block_spec=ModuleSpec(
+                module=MultiTokenPredictionBlock,
+                submodules=MultiTokenPredictionBlockSubmodules(
+                    layer_specs=[get_mtp_layer_spec_for_backend(None, LocalSpecProvider())]
+                ),
+            ),
             **moe,
         ),
     )
