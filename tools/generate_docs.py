@@ -127,6 +127,8 @@ MODELS = {
     "mlp_norm": "with experts; in dense layers Transformer Engine has the norm in the MLP",
     **dict.fromkeys(modules.OF_DENSE_MLP, "with dense layers"),
     **dict.fromkeys(modules.OF_LATENT_ATTENTION, "with MLA"),
+    **dict.fromkeys(modules.OF_GATED_DELTA_NET, "with layers `G`; GPT models of such attention"),
+    **dict.fromkeys(modules.OF_MAMBA, "with layers `M`"),
     "shared_experts": "with shared experts",
     "expert_fc2": "with experts",
     **dict.fromkeys(model.MOE_MODULE_NAMES, "with experts"),

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from model_case import MLP_MODULES, OWN_MODULES, SHARED_EXPERTS
+from model_case import GDN_MODULES, MAMBA_MODULES, MLP_MODULES, OWN_MODULES, SHARED_EXPERTS
 from ranks import run_ranks
+from state_space_layers import GATED_DELTA_NET, MAMBA, OF_GPT
 from tiny_gpt import (
     DENSE_MODULES,
     MOE_MODULES,
@@ -29,11 +30,24 @@ DENSE = ModelCase("dense", overrides={"hidden_dropout": 0.1})
 MOE = ModelCase("moe", overrides=SHARED_EXPERTS)
 MIXED = ModelCase("mixed", overrides=SHARED_EXPERTS)
 MLA = ModelCase("mla")
+STATE_SPACE = ModelCase(
+    "hybrid",
+    num_layers=8,
+    pattern="*GM-",
+    overrides={**GATED_DELTA_NET, **MAMBA, "hidden_dropout": 0.1},
+)
+FIRST_TWO_LAYERS = {
+    "recompute_granularity": "full",
+    "recompute_method": "block",
+    "recompute_num_layers": 2,
+}
 
 ALONE = (
     (DENSE, (*MLP_MODULES, "output_layer")),
     (MOE, ("expert_fc2", "shared_experts")),
     (MLA, ("mla_down_proj", "mla_up_proj")),
+    (replace(STATE_SPACE, num_layers=4, pattern="GM"), (*GDN_MODULES, *MAMBA_MODULES)),
+    (ModelCase("dense", num_layers=3, overrides=OF_GPT), GDN_MODULES),
 )
 
 
@@ -81,7 +95,10 @@ def test_each_module_alone(case: ModelCase, names: Sequence[str]) -> None:
 @pytest.mark.releases
 @pytest.mark.parametrize(
     "case, native",
-    [(DENSE, "auto"), (MOE, "auto"), (MIXED, "auto"), (MIXED, "off"), (MLA, "auto")],
+    [
+        *((case, "auto") for case in (DENSE, MOE, MIXED, MLA, STATE_SPACE)),
+        *((case, "off") for case in (MIXED, STATE_SPACE)),
+    ],
     ids=lambda value: getattr(value, "kind", value),
 )
 def test_all_modules_together(case: ModelCase, native: str) -> None:
@@ -89,7 +106,8 @@ def test_all_modules_together(case: ModelCase, native: str) -> None:
     result = check(case, modules, native, reads_memory=True)
     # Without dropout the embedding saves nothing but the tokens, which the loss holds too.
     assert {*modules} - {*result.moved_modules} <= {"embedding"}
-    assert ("embedding" in result.moved_modules) == (case is DENSE)
+    has_dropout = "hidden_dropout" in case.overrides
+    assert ("embedding" in result.moved_modules) == has_dropout
     assert result.num_late == 0
     assert result.peak_drop_bytes == result.planned_drop_bytes > 0
 
@@ -104,14 +122,11 @@ VARIANTS = {
     "further tokens": ModelCase("dense", overrides={"mtp_num_layers": 1}),
     "sync-free experts": replace(MOE, sync_free_experts=True),
     "latent queries": ModelCase("mla", overrides={"q_lora_rank": None}),
-    "full recomputation of two layers": ModelCase(
-        "dense",
-        overrides={
-            "recompute_granularity": "full",
-            "recompute_method": "block",
-            "recompute_num_layers": 2,
-            "hidden_dropout": 0.1,
-        },
+    "full recomputation of two layers": replace(
+        DENSE, overrides=DENSE.overrides | FIRST_TWO_LAYERS
+    ),
+    "full recomputation of two layers, hybrid": replace(
+        STATE_SPACE, pattern="--GMGM--", overrides=STATE_SPACE.overrides | FIRST_TWO_LAYERS
     ),
 }
 
@@ -121,7 +136,17 @@ VARIANTS = {
 def test_variants(name: str) -> None:
     case = VARIANTS[name]
     result = check(case, all_modules(case.kind))
-    assert {*MLP_MODULES} <= {*result.moved_modules} or case.kind == "moe"
+    state_space = {*GDN_MODULES, *MAMBA_MODULES} & {*OWN_MODULES[case.kind]}
+    assert state_space | {*MLP_MODULES} <= {*result.moved_modules} or case.kind == "moe"
+
+
+def test_latent_attention_of_a_hybrid_model() -> None:
+    case = ModelCase("hybrid", num_layers=6, pattern="+-")
+    result = check(case, all_modules("mla"), reads_memory=True)
+    latent = {"attn_norm", "core_attn", "attn_proj", "mla_down_proj", "mla_up_proj", "output_layer"}
+    assert latent <= {*result.moved_modules}
+    assert result.num_late == 0
+    assert result.peak_drop_bytes == result.planned_drop_bytes > 0
 
 
 RECOMPUTED = {
@@ -164,8 +189,9 @@ def test_recomputation_beside(case: ModelCase, recomputed: Sequence[str]) -> Non
         (replace(MLA, pp=2), (4, 4, 3)),
         (ModelCase("dense", tp=2, overrides={"normalization": "LayerNorm"}), (1, 2, 2)),
         (replace(MOE, ep=2), (1, 2, 2)),
+        (replace(STATE_SPACE, pp=2, pattern="*GM-|*GM-"), (4, 4, 3)),
     ],
-    ids=["PP2 VPP2", "PP2 mixed", "PP2 MLA", "TP2", "EP2"],
+    ids=["PP2 VPP2", "PP2 mixed", "PP2 MLA", "TP2", "EP2", "PP2 GM"],
 )
 def test_two_ranks(case: ModelCase, counts: Sequence[int]) -> None:
     result = check(case, all_modules(case.kind), counts=counts, num_ranks=2)
@@ -212,8 +238,10 @@ def shares_of_a_layer(
         (ModelCase("dense", seq_length=16, overrides={"ffn_hidden_size": 512}), 0.3, 0.97),
         (ModelCase("mla", seq_length=16), 0.5, 0.97),
         (replace(MOE, seq_length=16), 0.75, 0.9),
+        (ModelCase("hybrid", pattern="G", overrides=GATED_DELTA_NET), 0.1, 0.97),
+        (ModelCase("hybrid", pattern="M", overrides=MAMBA), 0.1, 0.97),
     ],
-    ids=["dense", "mla", "moe"],
+    ids=["dense", "mla", "moe", "G", "M"],
 )
 def test_nearly_all_that_a_layer_saves_moves(
     case: ModelCase, at_first: float, at_last: float

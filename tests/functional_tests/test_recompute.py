@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional
 
 import pytest
-from gated_delta_net import OPTIONS, gated_delta_net
 from gpu_models import DENSE, MIN_NUMEL, MLA, MOE, PLAN_TOLERANCE
-from model_case import SHARED_EXPERTS
+from model_case import GDN_MODULES, SHARED_EXPERTS
 from ranks import run_ranks
+from state_space_layers import OF_GPT
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, Comparison, ModelCase, compare
 
 IS_WHOLE = os.environ.get("SLIPSTREAM_WHOLE_MATRIX") == "1"
@@ -42,6 +42,8 @@ EXPLAINED = {
     ("qkv_linear", "gdn_norm_out"): "no group",
     ("core_attn", "gdn_norm_out"): "no group",
     ("attn_proj", "gdn_norm_out"): "no group",
+    ("gdn_out_proj", "gdn_norm_out"): "it is discarded in forward and recomputed in backward",
+    ("gdn_in_proj", "layernorm"): "it is discarded in forward and recomputed in backward",
 }
 """The reason why a module does not move together with a recomputed one."""
 
@@ -78,7 +80,7 @@ def pairs(kind: str, is_whole: bool) -> Iterator[Pair]:
 GATED_DELTA_NET_PAIRS = tuple(
     Pair(recomputed, moved)
     for recomputed in (("gdn_norm_out",), ("gdn_norm_out", "layernorm"))
-    for moved in (("attn_norm",), ("mlp_norm",), DENSE_MODULES)
+    for moved in (("attn_norm",), ("mlp_norm",), (*DENSE_MODULES, *GDN_MODULES))
 )
 
 
@@ -101,12 +103,6 @@ def compare_all(
         )
         for pair in chosen
     ]  # fmt: skip
-
-
-def compare_gated_delta_net(*arguments: Any) -> list[Comparison]:
-    """:func:`compare_all` for models with that attention."""
-    with gated_delta_net():
-        return compare_all(*arguments)
 
 
 def check(pair: Pair, result: Comparison, kind: str) -> None:
@@ -158,9 +154,9 @@ def test_pipelines(kind: str, vpp: Optional[int]) -> None:
 
 
 def test_gated_delta_net() -> None:
-    case = ModelCase("dense", num_layers=3, overrides=OPTIONS)
+    case = ModelCase("dense", num_layers=3, overrides=OF_GPT)
     arguments = (case, GATED_DELTA_NET_PAIRS, "cpu", (2, 2), None, True)
-    (results,) = run_ranks(1, compare_gated_delta_net, *arguments)
+    (results,) = run_ranks(1, compare_all, *arguments)
     for pair, result in zip(GATED_DELTA_NET_PAIRS, results, strict=True):
         check(pair, result, "gated delta net")
         assert result.peak_drop_bytes == result.planned_drop_bytes > 0, pair
@@ -197,14 +193,13 @@ def test_one_gpu(kind: str) -> None:
 
 @pytest.mark.gpu
 def test_gated_delta_net_on_a_gpu() -> None:
-    case = replace(GPU_CASES["dense"], overrides=OPTIONS)
+    case = replace(GPU_CASES["dense"], overrides=OF_GPT)
     for pair in GATED_DELTA_NET_PAIRS:
         moved = tuple(name for name in pair.moved if name != "mlp_norm")  # fused by its linear
         if not moved:
             continue
         chosen = Pair(pair.recomputed, moved)
-        with gated_delta_net():
-            result = compare(0, 1, 0, chosen.case(case), moved, "cuda", (2, 2, 2), dict(MIN_NUMEL))
+        result = compare(0, 1, 0, chosen.case(case), moved, "cuda", (2, 2, 2), dict(MIN_NUMEL))
         check(chosen, result, "gated delta net")
         assert result.peak_drop_bytes == pytest.approx(
             result.planned_drop_bytes, rel=PLAN_TOLERANCE, abs=4096

@@ -60,6 +60,7 @@ def initialize(
         port: Port of their rendezvous; 0 for a single rank.
         context_parallel_size: Replaces the case's own.
     """
+    import state_space_layers
     from megatron.core import parallel_state
 
     if not use_gpu():
@@ -78,6 +79,8 @@ def initialize(
             rank=rank,
             world_size=world_size,
         )
+    if state_space_layers.has_them(case):
+        state_space_layers.stand_in()
     table.apply(Feature.FUSED_ROTATION)  # whichever engine, so that all have the right gradients
     if case.is_packed:
         table.apply(Feature.PADDED_ROUTING)
@@ -193,7 +196,8 @@ def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload:
         options["is_hybrid_model"] = True  # Weights are scaled by its layers, which are half.
     if case.kind == "mixed":
         options["moe_layer_freq"] = [layer % 2 for layer in range(case.num_layers)]
-    if case.kind == "mla":
+    has_latent_attention = case.kind == "mla" or (case.kind == "hybrid" and "+" in case.pattern)
+    if has_latent_attention:
         options |= {
             "multi_latent_attention": True,
             "q_lora_rank": case.hidden_size // 2,
@@ -212,7 +216,7 @@ def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload:
             "min_offloaded_tensor_size": 1,
             **offload,
         }
-    config_class: Any = MLATransformerConfig if case.kind == "mla" else TransformerConfig
+    config_class: Any = MLATransformerConfig if has_latent_attention else TransformerConfig
     return config_class(**(options | case.overrides))
 
 

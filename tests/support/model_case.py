@@ -11,12 +11,15 @@ from megatron.slipstream.plan.tiles import NumTiles
 
 DENSE_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 MOE_MODULES = (*DENSE_MODULES, "expert_fc1", "moe_act")
+GDN_MODULES = ("gdn_in_proj", "gdn_rule", "gdn_out_proj")
+MAMBA_MODULES = ("mamba_in_proj", "mamba_scan", "mamba_out_proj")
 MLP_MODULES = ("mlp_fc1", "mlp_act", "mlp_fc2")
 OWN_MODULES = {
     "dense": (*MLP_MODULES, "embedding", "output_layer"),
     "moe": ("expert_fc2", "shared_experts", "embedding", "output_layer"),
     "mixed": (*MLP_MODULES, "expert_fc2", "shared_experts", "embedding", "output_layer"),
     "mla": ("mla_down_proj", "mla_up_proj", *MLP_MODULES, "embedding", "output_layer"),
+    "hybrid": (*GDN_MODULES, *MAMBA_MODULES, *MLP_MODULES, "embedding", "output_layer"),
 }
 """Modules that Slipstream marks itself, by kind of model."""
 SHARED_EXPERTS = {"moe_shared_expert_intermediate_size": 64}

@@ -505,6 +505,8 @@ OF_OWN_MODULES = [
         "mla_down_proj", {"multi_latent_attention": False}, {"offload_modules": ["qkv_linear"]}
     ),
     recomputed("mla_up_proj", "mla_up_proj"),
+    own_module("gdn_rule", {"hybrid_layer_pattern": "*EME"}, {}),
+    own_module("mamba_scan", {"hybrid_layer_pattern": "*EGE"}, {}),
 ]
 CHUNKS = {"cuda_graph_granularity": "chunk"}
 IN_GRAPHS = [

@@ -22,6 +22,15 @@ OWN_MODULES: Mapping[str, str] = {
     "mla_down_proj": "projections of multi-latent attention from the layer's input to latent "
     "queries, keys and values (save the normalised input, [s, b, h])",
     "mla_up_proj": "norms and projections of the latent queries, keys and values (save them)",
+    "gdn_in_proj": "input projection of a gated delta net (saves the normalised input, [s, b, h]; "
+    "Transformer Engine's, which contains the norm, the norm's input too)",
+    "gdn_rule": "convolution, gated delta rule and gated norm of a gated delta net (save queries, "
+    "keys, values, gates and the rule's output)",
+    "gdn_out_proj": "output projection of a gated delta net (saves the gated norm's output)",
+    "mamba_in_proj": "norm and input projection of a Mamba layer (save their inputs, [s, b, h])",
+    "mamba_scan": "convolution, scan and gated norm of a Mamba layer (save the input projection's "
+    "output and the scan's)",
+    "mamba_out_proj": "output projection of a Mamba layer (saves the gated norm's output)",
     "embedding": "embedding (saves the mask of its dropout)",
     "output_layer": "final norm and output layer (save their inputs, [s, b, h])",
 }
@@ -30,6 +39,8 @@ OWN_MODULES: Mapping[str, str] = {
 OF_DENSE_MLP = frozenset({"mlp_fc1", "mlp_act", "mlp_fc2"})
 OUTSIDE_LAYERS = frozenset({"embedding", "output_layer"})
 OF_LATENT_ATTENTION = frozenset({"mla_down_proj", "mla_up_proj"})
+OF_GATED_DELTA_NET = frozenset({"gdn_in_proj", "gdn_rule", "gdn_out_proj"})
+OF_MAMBA = frozenset({"mamba_in_proj", "mamba_scan", "mamba_out_proj"})
 
 
 def own_modules(facts: Any) -> list[str]:
@@ -45,6 +56,16 @@ def _has_only_expert_layers(facts: Any) -> bool:
     pattern = facts.moe_layer_freq
     is_every_one = pattern == 1 or (isinstance(pattern, list) and all(pattern))
     return bool(facts.num_moe_experts) and not facts.hybrid_layer_pattern and is_every_one
+
+
+def _has_layers(facts: Any, letters: str) -> bool:
+    return bool({*letters} & {*(facts.hybrid_layer_pattern or "")})
+
+
+def _lacks_layers(facts: Any, letters: str) -> bool:
+    """Whether the model is known to have no layers of these letters in a pattern."""
+    is_known = facts.lacks("hybrid_layer_pattern") or bool(facts.hybrid_layer_pattern)
+    return is_known and not _has_layers(facts, letters)
 
 
 def _refused(
@@ -86,9 +107,20 @@ def _if_on(names: Iterable[str], option: str, because: str) -> Rule:
     return _refused(names, lambda f: getattr(f, option), where, because, cure)
 
 
-def _if_lacking(names: Iterable[str], option: str, because: str, cure: str = "") -> Rule:
-    """Return the rule that modules cannot move in a model that lacks what an option sets."""
-    return _refused(names, lambda f: f.lacks(option), f"without {option}", because, cure)
+def _if_lacking(
+    names: Iterable[str], option: str, because: str, cure: str = "", letters: str = ""
+) -> Rule:
+    """Return the rule that modules cannot move in a model that lacks what an option sets.
+
+    Layers of some letters in a pattern set the option, too.
+    """
+    return _refused(
+        names,
+        lambda f: f.lacks(option) and not _has_layers(f, letters),
+        f"without {option}",
+        because,
+        cure,
+    )
 
 
 OWN_MODULE_RULES: tuple[Rule, ...] = (
@@ -149,8 +181,21 @@ OWN_MODULE_RULES: tuple[Rule, ...] = (
         "multi_latent_attention",
         "other attention has no such projections",
         "name qkv_linear",
+        letters="+D",
     ),
     _if_recomputed(("mla_up_proj",), "mla_up_proj"),
+    _refused(
+        OF_GATED_DELTA_NET,
+        lambda f: f.experimental_attention_variant != "gated_delta_net" and _lacks_layers(f, "G"),
+        "with hybrid_layer_pattern={hybrid_layer_pattern}",
+        "no layer has a gated delta net then",
+    ),
+    _refused(
+        OF_MAMBA,
+        lambda f: _lacks_layers(f, "M"),
+        "with hybrid_layer_pattern={hybrid_layer_pattern}",
+        "no layer is a Mamba layer then",
+    ),
 )
 """Requirements on Slipstream's own modules. Where the checked object lacks an option, as while
 settings are checked before a model is known, the rules about that option hold."""

@@ -166,8 +166,8 @@ MACHINE_RULES: tuple[Rule, ...] = (
     Condition("with transformer_impl=local", lambda f: f.transformer_impl == "local")(
         "hybrid_layer_pattern",
         "other layers than attention, MLP and MoE need Transformer Engine",
-        "use only * (attention), - (MLP) and E (MoE)",
-        lambda f: not set(f.hybrid_layer_pattern or "") - set("*-E|/"),
+        "use only * (attention), + (multi-latent attention), - (MLP) and E (MoE)",
+        lambda f: not set(f.hybrid_layer_pattern or "") - set("*+-E|/"),
     ),
     option_rule(
         "eval_interval",

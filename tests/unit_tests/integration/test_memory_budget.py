@@ -347,8 +347,11 @@ def test_auto_needs_a_device_with_an_end() -> None:
         ({}, {"core_attn", "mlp_fc2"}, {"expert_fc1", "fused_group_mlp", "mla_up_proj"}),
         ({"num_experts": 4, "moe_grouped_gemm": True}, {"expert_fc1", "expert_fc2"}, set()),
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, set(), {"mlp_fc2"}),
+        ({"hybrid_layer_pattern": "MG-"}, {"gdn_rule", "mamba_scan"}, {"mla_up_proj"}),
+        ({"hybrid_layer_pattern": "M+"}, {"mla_up_proj", "mamba_scan"}, {"gdn_rule"}),
+        ({"experimental_attention_variant": "gated_delta_net"}, {"gdn_rule"}, {"mamba_scan"}),
     ],
-    ids=["dense", "experts", "MLP recomputed"],
+    ids=["dense", "experts", "MLP recomputed", "Mamba", "hybrid MLA", "gated delta net"],
 )
 def test_the_flag_alone_moves_all_that_the_model_can(
     model: dict[str, Any], has: set[str], lacks: set[str]
@@ -360,6 +363,7 @@ def test_the_flag_alone_moves_all_that_the_model_can(
             "offload_modules": None,
             "num_experts": None,
             "multi_latent_attention": False,
+            "hybrid_layer_pattern": None,
             **model,
         }
     )

@@ -253,10 +253,11 @@ def core_attention_with_head_sizes(_: Any) -> Any:
 
 
 def local_hybrid_stack_spec(config: Any) -> Any:
-    """Return a ``HybridModel``'s layers in plain PyTorch: ``*`` attention, ``-`` MLP, ``E`` MoE.
+    """Return a ``HybridModel``'s layers in plain PyTorch.
 
-    Layers of further predicted tokens (after ``/``) are of these, too. State-space layers (``M``
-    and ``G``) are left out: their kernels exist for GPUs only.
+    They are ``*`` attention, ``+`` multi-latent attention, ``-`` MLP and ``E`` MoE, and what
+    predicts further tokens with such layers (after ``/``). State-space layers (``M`` and ``G``)
+    are left out: their kernels exist for GPUs only.
     """
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
@@ -271,9 +272,10 @@ def local_hybrid_stack_spec(config: Any) -> Any:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
-    def submodules(num_experts: Optional[int] = None) -> Any:
+    def submodules(num_experts: Optional[int] = None, is_latent: bool = False) -> Any:
         return get_gpt_layer_local_submodules(
             num_experts=num_experts,
+            multi_latent_attention=is_latent,
             moe_grouped_gemm=config.moe_grouped_gemm,
             normalization=config.normalization,
         )
@@ -288,18 +290,22 @@ def local_hybrid_stack_spec(config: Any) -> Any:
             pre_mlp_layernorm=norm,
         )
 
-    attention = replace(
-        submodules(), pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp
-    )
-    moe: dict[str, Any] = {}
+    def attention(is_latent: bool) -> Any:
+        layer = submodules(is_latent=is_latent)
+        layer = replace(layer, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
+        return ModuleSpec(module=TransformerLayer, submodules=layer)
+
+    more: dict[str, Any] = {}
     if config.num_moe_experts:
         layer = without_attention(submodules(config.num_moe_experts))
-        moe["moe_layer"] = ModuleSpec(module=MoETransformerLayer, submodules=layer)
+        more["moe_layer"] = ModuleSpec(module=MoETransformerLayer, submodules=layer)
+    if hasattr(HybridStackSubmodules, "mla_layer"):  # since 0.19
+        more["mla_layer"] = attention(is_latent=True)
     return ModuleSpec(
         module=HybridStack,
         params={"post_layer_norm": True},
         submodules=HybridStackSubmodules(
-            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            attention_layer=attention(is_latent=False),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=without_attention(submodules())),
             # Norms and projections; megatron-core builds the layers between from the others here.
             mtp_block_spec=ModuleSpec(
@@ -308,6 +314,6 @@ def local_hybrid_stack_spec(config: Any) -> Any:
                     layer_specs=[get_mtp_layer_spec_for_backend(None, LocalSpecProvider())]
                 ),
             ),
-            **moe,
+            **more,
         ),
     )

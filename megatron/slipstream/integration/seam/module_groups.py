@@ -6,8 +6,9 @@ Forward hooks start a group before a module and end it after, as megatron-core's
 their own. The hooks find the engine when they run, so they keep no reference to it.
 
 The activation function of an MLP is no module: its group starts after ``linear_fc1`` and ends
-before ``linear_fc2``. If the code between them raises, the engine leaves the open region when the
-call of the model ends (``Router.calling``).
+before ``linear_fc2``. So do those of state-space layers, between two projections. If the code
+between them raises, the engine leaves the open region when the call of the model ends
+(``Router.calling``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -29,6 +31,7 @@ _Groups = tuple[tuple[str, ...], ...]
 _IN_MODEL: _Groups = (
     ("embedding", "embedding"),
     ("output_layer", "decoder.final_layernorm"),
+    ("output_layer", "decoder.final_norm"),  # of a hybrid model
     ("output_layer", "output_layer"),
 )
 """Groups of a model chunk."""
@@ -42,6 +45,13 @@ _IN_LAYER: _Groups = (
     ("mla_up_proj", "self_attention.kv_layernorm"),
     ("mla_up_proj", "self_attention.linear_q_up_proj"),
     ("mla_up_proj", "self_attention.linear_kv_up_proj"),
+    ("gdn_in_proj", "self_attention.in_proj"),
+    ("gdn_rule", "self_attention.in_proj", "self_attention.out_proj"),
+    ("gdn_out_proj", "self_attention.out_proj"),
+    ("mamba_in_proj", "norm"),  # unless the projection contains it
+    ("mamba_in_proj", "mixer.in_proj"),
+    ("mamba_scan", "mixer.in_proj", "mixer.out_proj"),
+    ("mamba_out_proj", "mixer.out_proj"),
     ("mlp_fc1", "mlp.linear_fc1"),
     ("mlp_act", "mlp.linear_fc1", "mlp.linear_fc2"),
     ("mlp_fc2", "mlp.linear_fc2"),
@@ -131,7 +141,8 @@ def mark_modules(chunk: torch.nn.Module) -> list[Callable[[], None]]:
 
 def _places(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Module]]:
     """Yield each group's name and the modules around it."""
-    layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
+    kinds = TransformerLayer, MambaLayer
+    layers = [module for module in chunk.modules() if isinstance(module, kinds)]
     for owner, groups in ((chunk, _IN_MODEL), *((layer, _IN_LAYER) for layer in layers)):
         for name, first, *others in groups:
             before = _module(owner, first)
