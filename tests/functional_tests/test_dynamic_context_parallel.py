@@ -129,6 +129,8 @@ SHORT: dict[int, dict[int, Sizes]] = {
 def setting_of(name: str, num_ranks: int) -> Setting:
     if name.startswith("small"):
         case = ModelCase(name.split()[-1], **SMALL, overrides=PER_TOKEN)
+        if case.kind == "hybrid":
+            case = replace(case, pattern="*-", num_layers=2)
         return Setting(case, RankLimits(num_ranks, 32, 4), SHORT_LENGTHS, SHORT[num_ranks])
     limits = RankLimits(num_ranks, TOKENS_PER_RANK, MAX_SEQUENCES)
     return Setting(CASES[name], limits, LENGTHS, ON_RANKS[num_ranks])
@@ -142,6 +144,7 @@ def found_on(num_ranks: int, name: str) -> list[Found]:
 
 RANKS_AND_CASES = [
     *(pytest.param(4, f"small {kind}", id=f"4 ranks, small {kind}") for kind in ("dense", "mla")),
+    pytest.param(2, "small hybrid", id="2 ranks, small hybrid"),
     *(pytest.param(2, name, marks=pytest.mark.gpus2, id=f"2 ranks, {name}") for name in CASES),
     pytest.param(4, "dense", marks=pytest.mark.gpus4, id="4 ranks, dense"),
     pytest.param(4, "MLA", marks=pytest.mark.gpus4, id="4 ranks, MLA"),
@@ -206,6 +209,7 @@ GRAPHED: dict[str, ModelCase] = {
     "sync-free experts": SYNC_FREE,
     # Slots of this factor hold any routing, also of padding, which is one token many times.
     "sync-free experts on two ranks": replace(SYNC_FREE, ep=2, sync_free_capacity_factor=2.0),
+    "hybrid": replace(SYNC_FREE, kind="hybrid", num_layers=4),
 }
 NUM_STEPS = 50
 FLAT_BYTES = 1 << 20
@@ -273,6 +277,13 @@ ON_CPU: dict[str, tuple[int, ModelCase, dict[str, Any] | None]] = {
         ModelCase("moe", ep=4, **dropless(2.0), **SMALL, overrides=DROPOUT),
         None,
     ),
+    "hybrid": (
+        2,
+        ModelCase(
+            "hybrid", ep=2, **dropless(1.8), **{**SMALL, "num_layers": 4}, overrides=PER_TOKEN
+        ),
+        None,
+    ),
     "TP2": (4, ModelCase(tp=2, **SMALL, overrides=DROPOUT), None),
     "PP2 VPP2": (
         4,
@@ -306,6 +317,13 @@ MOVING: dict[str, tuple[int, ModelCase, Sequence[str]]] = {
         ModelCase("moe", ep=2, **dropless(1.8), **{**SMALL, "num_layers": 2}, overrides=PER_TOKEN),
         ("core_attn", "expert_fc1", "moe_act"),
     ),
+    "hybrid": (
+        2,
+        ModelCase(
+            "hybrid", ep=2, **dropless(1.8), **{**SMALL, "num_layers": 8}, overrides=PER_TOKEN
+        ),
+        MOE_MODULES,
+    ),
 }
 
 
@@ -335,11 +353,11 @@ def test_graphs_of_two_sizes_train_as_without(name: str) -> None:
 
 
 @pytest.mark.gpus2
-@pytest.mark.parametrize("name", ["dense", FUSED, "sync-free experts on two ranks"])
+@pytest.mark.parametrize("name", ["dense", FUSED, "sync-free experts on two ranks", "hybrid"])
 def test_activations_move_inside_the_graphs_of_each_size(name: str) -> None:
-    case = replace(GRAPHED[name], num_layers=6)
+    case = replace(GRAPHED[name], num_layers=8)
     steps = every_order((1, 2), 10)
-    modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
+    modules = MOE_MODULES if case.has_experts else DENSE_MODULES
     for found in check_bank(2, case, steps, offload_modules=modules):
         assert min(found.moved_bytes.values()) > 0
         assert found.host_bytes[1] < found.host_bytes[2]  # most of it is shared
@@ -385,6 +403,7 @@ LAYERS: dict[str, tuple[ModelCase, tuple[str, ...]]] = {
     "dense, attention": (GRAPHED["dense"], ("attn",)),
     FUSED: (GRAPHED[FUSED], ()),
     "experts": (DROPLESS, ("attn", "moe_router")),
+    "hybrid": (replace(DROPLESS, kind="hybrid", num_layers=4), ("attn", "mlp", "moe_router")),
 }
 
 

@@ -167,6 +167,8 @@ def test_offloading_inside(name: str) -> None:
     assert result.reported_bytes == 3 * result.moved_bytes, "of each micro-batch"
 
 
+DENSE_TOO = {"moe_layer_freq": [0, 1]}
+"""megatron-core's check of the part ``mlp`` reads it, whatever the pattern of a hybrid model."""
 PER_TOKEN = {"calculate_per_token_loss": True}
 SMALL: dict[str, Any] = {"num_layers": 3, "seq_length": 64, "micro_batch_size": 1}
 TWO = RankLimits(2, tokens_per_rank=32, max_sequences=4)
@@ -179,6 +181,12 @@ BANKS: dict[str, tuple[int, ModelCase, tuple[str, ...], Sequence[str]]] = {
     ),
     "MoE": (2, ModelCase("moe", **SMALL, overrides=PER_TOKEN), ROUTED, ()),
     "MLA": (2, ModelCase("mla", **SMALL, overrides=PER_TOKEN), ("attn",), ()),
+    "hybrid, offloading": (
+        2,
+        ModelCase("hybrid", **{**SMALL, "num_layers": 8}, overrides={**PER_TOKEN, **DENSE_TOO}),
+        ("attn", "mlp", "moe_router"),
+        DENSE_MODULES,
+    ),
     "PP2, offloading": (
         4,
         ModelCase(pp=2, **{**SMALL, "num_layers": 4}, overrides=PER_TOKEN),
