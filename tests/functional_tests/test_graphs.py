@@ -217,6 +217,20 @@ MORE = {
         ("core_attn", "expert_fc2", "shared_experts"),
         {"core_attn", "shared_experts"},
     ),
+    "hybrid": (
+        replace(MOE, kind="hybrid", num_layers=8),
+        {"moe_layer_freq": 2},  # Read by megatron-core's check of the part "mlp" alone.
+        ("attn", "mlp", "moe_router"),
+        MOE_MODULES,
+        {"core_attn"},
+    ),
+    "hybrid, whole layers": (
+        replace(DENSE, kind="hybrid", pattern="*-", num_layers=10),
+        {},
+        (),
+        DENSE_MODULES + MLP_MODULES,
+        {"qkv_linear", "core_attn"},
+    ),
     "projections of MLA": (
         MLA,
         {},

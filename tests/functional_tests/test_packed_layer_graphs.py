@@ -167,7 +167,7 @@ def test_offloading_inside(name: str) -> None:
     assert result.reported_bytes == 3 * result.moved_bytes, "of each micro-batch"
 
 
-DENSE_TOO = {"moe_layer_freq": [0, 1]}
+DENSE_TOO = {"moe_layer_freq": 2}
 """megatron-core's check of the part ``mlp`` reads it, whatever the pattern of a hybrid model."""
 PER_TOKEN = {"calculate_per_token_loss": True}
 SMALL: dict[str, Any] = {"num_layers": 3, "seq_length": 64, "micro_batch_size": 1}
@@ -205,6 +205,24 @@ def test_sizes_change(name: str) -> None:
         assert found.difference is None
         assert not found.were_too_few
         assert (found.moved_bytes > 0) == bool(modules)
+
+
+UNPACKED = {
+    "dense": ("dense", (), {}),
+    "hybrid, whole layers": ("hybrid", (), {"pattern": "*-"}),
+    "hybrid": ("hybrid", ROUTED, {}),
+    "hybrid, MLP": ("hybrid", (*ROUTED, "mlp"), {"overrides": DENSE_TOO}),
+}
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_layers_without_packed_sequences(name: str) -> None:
+    kind, scope, options = UNPACKED[name]
+    case = ModelCase(kind, micro_batch_size=1, bf16=True, **options)  # as megatron-core captures
+    arguments = (case, scope, (2, 3, 1), DENSE_MODULES, "cpu-lazy")
+    (result,) = run_ranks(1, compare_layers, *arguments)
+    assert result.difference is None
+    assert result.reported_bytes == result.moved_bytes > 0, "of the only micro-batch"
 
 
 def test_two_models_of_a_process() -> None:

@@ -46,6 +46,7 @@ def imitated_layer_graphs() -> Iterator[None]:
         patch.object(cuda_graphs, "HAVE_TE_GRAPHS", True),
         patch.object(cuda_graphs, "make_graphed_callables", make_graphed_callables, create=True),
         patch.object(transformer_layer, "is_te_min_version", lambda *_: True),
+        patch.object(cuda_graphs, "is_te_min_version", lambda *_: True),
         patch.object(torch.cuda, "Event", MagicMock),
         patch.object(layer, "_get_te_cuda_graph_replay_args", with_engine),
     ):

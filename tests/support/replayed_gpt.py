@@ -185,7 +185,7 @@ def compare_layers(
     offload_modules: Sequence[str] = (),
     backend: str = "auto",
 ) -> LayersReplayed:
-    """Train a packed ``case`` without graphs and with those of layers; to be run on every rank.
+    """Train ``case`` without graphs and with those of layers; to be run on every rank.
 
     Args:
         rank: This rank.
@@ -334,8 +334,9 @@ class LayerGraphs:
         with self._memory_by_size():
             self.helper = capture_layers(self._case, config, chunks, num_micro_batches)
         layers = [get_block(chunk).layers[0] for chunk in chunks]
-        self.packed = [layer.packed for layer in layers if layer.packed.is_captured]
-        assert self.packed
+        packed = [(layer, layer.packed) for layer in layers if layer.packed is not None]
+        self.packed = [one for _, one in packed if one.is_captured]
+        assert self.packed or not any(one.has_learned(layer) for layer, one in packed)
         if self._case.pp == 1:  # Then no set is in use when a forward pass begins.
             for chunk in chunks:
                 self._poison.fill_pools_before_forward(chunk, self.packed)
