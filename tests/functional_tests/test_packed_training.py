@@ -42,9 +42,14 @@ PP2 = "--sequence-packing balanced --pipeline-model-parallel-size 2".split()
 DYNAMIC = "--sequence-packing balanced --dynamic-context-parallel".split()
 VPP2 = "--num-layers-per-virtual-pipeline-stage 1".split()
 
+GREEDY = "--sequence-packing greedy".split()
+HYBRID = ["--hybrid-layer-pattern", "*-*E", *MOE]
+
 LAYOUTS = [
-    pytest.param(1, "--sequence-packing greedy".split(), id="greedy"),
+    pytest.param(1, GREEDY, id="greedy"),
     pytest.param(2, DYNAMIC, id="dynamic context parallelism"),
+    pytest.param(1, [*GREEDY, *HYBRID], id="hybrid model"),
+    pytest.param(2, [*DYNAMIC, *HYBRID], id="hybrid model, dynamic context parallelism"),
     pytest.param(2, [*PP2, *VPP2, *MOE], id="balanced, PP2 VPP2, MoE", marks=pytest.mark.releases),
 ]
 

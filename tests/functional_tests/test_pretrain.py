@@ -37,9 +37,9 @@ LAYOUTS = {
         "--num-layers 4 --bf16 --hidden-dropout 0.1 --attention-dropout 0.1".split()
         + TWO_MICRO_BATCHES,
     ),
-    "hybrid, PP2, one stage without experts": (
+    "hybrid, PP2, one stage without experts, multi-token prediction": (
         2,
-        ["--hybrid-layer-pattern", "*-*-|*-*E", "--pipeline-model-parallel-size", "2", *MOE],
+        ["--hybrid-layer-pattern", "*-|*E/*E", "--pipeline-model-parallel-size", "2", *MOE],
     ),
     "DP2, distributed optimizer, overlapped": (
         2,
