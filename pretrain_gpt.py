@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Train a GPT model with megatron-core and Slipstream; ``--help`` explains the flags."""
+"""Train a GPT or hybrid model with megatron-core and Slipstream; ``--help`` explains the flags."""
 
 import os
 import sys

@@ -2,10 +2,10 @@
 
 """Train two small models with and without offloading, and compare: loss, gradients, memory.
 
-A dense and a mixture-of-experts GPT are trained by pretrain_gpt.py on ten plays by Shakespeare,
-each once with activations offloaded by Slipstream and once without. Everything that training
-computes must be the same to the last bit; the activations' peak in device memory must not.
-Needs no GPU and no network.
+Two transformers (HybridModel), a dense one and a mixture of experts, are trained by pretrain_gpt.py
+on ten plays by Shakespeare, each once with activations offloaded by Slipstream and once without.
+Everything that training computes must be the same to the last bit; the activations' peak in device
+memory must not. Needs no GPU and no network.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CORPUS = ROOT / "examples" / "data" / "first_folio"
 VOCAB_SIZE = 2048
 
 _SHARED_FLAGS = """
-    --num-layers 6 --hidden-size 128 --num-attention-heads 4 --swiglu --disable-bias-linear
+    --hidden-size 128 --num-attention-heads 4 --swiglu --disable-bias-linear
     --seq-length 128 --max-position-embeddings 128 --position-embedding-type rope
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
     --micro-batch-size 4 --global-batch-size 8
@@ -50,10 +50,10 @@ _SHARED_FLAGS = """
 # and megatron's marks change the order in which their gradients are added, moved or not.
 
 _MODEL_FLAGS: Mapping[str, list[str]] = {
-    "dense": "--ffn-hidden-size 256".split(),
+    "dense": f"--hybrid-layer-pattern {6 * '*-'} --ffn-hidden-size 256".split(),
     "moe": (
-        "--ffn-hidden-size 128 --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
-        "--moe-grouped-gemm"
+        f"--hybrid-layer-pattern {6 * '*E'} --ffn-hidden-size 128 --num-experts 4 "
+        "--moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-grouped-gemm"
     ).split(),
 }
 _OFFLOAD_FLAGS = """

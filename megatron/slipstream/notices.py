@@ -19,7 +19,6 @@ VARIABLE = "SLIPSTREAM_SHOW_WARNINGS"
 
 NOTICES: Mapping[str, str] = {
     "torch.utils.cpp_extension": "No CUDA runtime is found",
-    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.rerun_state_machine": "RerunStateMachine initialized in mode",
 }
 """Prefix of each message, by its logger."""
