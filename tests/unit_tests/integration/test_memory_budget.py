@@ -38,6 +38,7 @@ NORM = {"normalization": "LayerNorm"}
 """One operation, as Transformer Engine's norms are."""
 DENSE = ModelCase("dense", num_layers=6, overrides=NORM)
 MIXED = ModelCase("mixed", num_layers=4, overrides=NORM)
+HYBRID = ModelCase("hybrid", num_layers=4, overrides=NORM)
 MAX_UNTIL_SETTLED = 11
 
 
@@ -113,7 +114,7 @@ def _check_report(result: Budgeted) -> None:
 
 
 @pytest.mark.parametrize("budget", ["0.8", "0.5"])
-@pytest.mark.parametrize("case", [DENSE, MIXED], ids=lambda case: case.kind)
+@pytest.mark.parametrize("case", [DENSE, MIXED, HYBRID], ids=lambda case: case.kind)
 def test_training_is_bitwise_that_without_and_never_above_the_budget(
     trained: Any, case: ModelCase, budget: str
 ) -> None:
@@ -123,6 +124,31 @@ def test_training_is_bitwise_that_without_and_never_above_the_budget(
     _check_report(result)
     used = max(result.activation_bytes[result.num_until_settled :]) / result.budget_bytes
     assert used > 0.5, "what there is room for is kept"
+
+
+def test_the_layers_of_a_pattern_have_each_its_own_setting(trained: Any) -> None:
+    result = trained(HYBRID, "0.8")
+    assert result.kinds == ("attention", "dense mlp", "attention", "moe mlp")
+    assert len({*result.assignments[-1]}) > 1
+    tried = {setting for each in result.assignments for setting in each[::2]}
+    assert NOTHING in tried
+    assert any("core_attn" in setting for setting in tried)
+
+
+def offered_by_a_pattern(rank: int, world_size: int, port: int) -> dict[str, set[str]]:
+    """What the settings of each kind of layer recompute."""
+    initialize(HYBRID, rank, world_size, port)
+    layers = layer_settings.layers_of(build_chunks(HYBRID, make_config(HYBRID)))
+    return {one.kind: set().union(*one.settings) for one in layers}
+
+
+def test_a_layer_of_a_pattern_offers_what_it_consists_of() -> None:
+    (found,) = run_ranks(1, offered_by_a_pattern)
+    assert found == {
+        "attention": {*WHOLE, "core_attn", "layernorm"},
+        "dense mlp": {*WHOLE, "mlp", "layernorm"},
+        "moe mlp": {*WHOLE, "moe", "moe_act", "layernorm"},
+    }
 
 
 def test_with_room_to_spare_nothing_is_recomputed_and_nothing_moves(trained: Any) -> None:
