@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from fp8_recipes import RECIPES, skip_without_recipe
 from gpu_models import DENSE, MIN_NUMEL, MLA, MOE, PLAN_TOLERANCE
-from model_case import MLP_MODULES, OWN_MODULES
+from model_case import GDN_MODULES, MAMBA_MODULES, MLP_MODULES, OWN_MODULES
 from ranks import run_ranks
+from state_space_layers import GATED_DELTA_NET, MAMBA
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, compare, skip_without_model
 
 from megatron.slipstream.patches import releases
@@ -63,6 +64,15 @@ def test_mla(modules: tuple[str, ...]) -> None:
 
 
 SHARED = replace(MOE, overrides={**MOE.overrides, "moe_shared_expert_intermediate_size": 1024})
+LARGE_STATE_SPACE = {
+    **GATED_DELTA_NET,
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"linear_num_key_heads": 8, "linear_num_value_heads": 8},
+    **MAMBA,
+    "mamba_head_dim": 128,
+}
+STATE_SPACE = replace(MLA, kind="hybrid", num_layers=8, pattern="*GM-", overrides=LARGE_STATE_SPACE)
+LATENT_LAYERS = replace(MLA, kind="hybrid", num_layers=6, pattern="+-")
 OWN = [
     *((DENSE, (name,)) for name in (*MLP_MODULES, "output_layer")),
     *((SHARED, (name,)) for name in ("expert_fc2", "shared_experts")),
@@ -70,6 +80,9 @@ OWN = [
     (DENSE, (*DENSE_MODULES, *OWN_MODULES["dense"])),
     (SHARED, (*MOE_MODULES, *OWN_MODULES["moe"])),
     (MLA, (*DENSE_MODULES, *OWN_MODULES["mla"])),
+    *((STATE_SPACE, (name,)) for name in (*GDN_MODULES, *MAMBA_MODULES)),
+    (STATE_SPACE, (*DENSE_MODULES, *OWN_MODULES["hybrid"])),
+    (LATENT_LAYERS, (*DENSE_MODULES, *OWN_MODULES["mla"])),
 ]
 
 
@@ -78,12 +91,13 @@ OWN = [
     "case, modules", OWN, ids=[f"{case.kind} {'+'.join(modules)}" for case, modules in OWN]
 )
 def test_modules_that_slipstream_marks(case: ModelCase, modules: tuple[str, ...]) -> None:
+    skip_without_model(case)
     result = _check(case, modules, (2, 2, 2))
     assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
     # The tokens are all that the embedding saves; norms are part of the next linear layer; fused
     # attention saves its output, the input of attn_proj; MLA's projections are qkv_linear.
     silent = {"embedding", "attn_norm", "mlp_norm", "attn_proj"}
-    if case.kind == "mla":
+    if "mla_up_proj" in modules:
         silent.add("qkv_linear")
     assert {*modules} - {*result.moved_modules} <= (silent if len(modules) > 1 else set())
 

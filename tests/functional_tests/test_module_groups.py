@@ -24,6 +24,7 @@ from tiny_gpt import (
     initialize,
     make_config,
     run_step,
+    skip_without_model,
 )
 
 DENSE = ModelCase("dense", overrides={"hidden_dropout": 0.1})
@@ -140,8 +141,10 @@ def test_variants(name: str) -> None:
     assert state_space | {*MLP_MODULES} <= {*result.moved_modules} or case.kind == "moe"
 
 
+@pytest.mark.releases
 def test_latent_attention_of_a_hybrid_model() -> None:
     case = ModelCase("hybrid", num_layers=6, pattern="+-")
+    skip_without_model(case)
     result = check(case, all_modules("mla"), reads_memory=True)
     latent = {"attn_norm", "core_attn", "attn_proj", "mla_down_proj", "mla_up_proj", "output_layer"}
     assert latent <= {*result.moved_modules}

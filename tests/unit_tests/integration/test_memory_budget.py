@@ -15,8 +15,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from budgeted_training import Budgeted, Run, train_within
-from model_case import DENSE_MODULES, ModelCase
+from model_case import DENSE_MODULES, MAMBA_MODULES, ModelCase
 from ranks import run_ranks
+from state_space_layers import MAMBA
 from tiny_gpt import build_chunks, initialize, make_config, train_steps
 
 from megatron.slipstream.integration import install
@@ -149,6 +150,16 @@ def test_a_layer_of_a_pattern_offers_what_it_consists_of() -> None:
         "dense mlp": {*WHOLE, "mlp", "layernorm"},
         "moe mlp": {*WHOLE, "moe", "moe_act", "layernorm"},
     }
+
+
+def test_layers_that_only_slipstream_marks_are_kept_as_far_as_they_fit() -> None:
+    case = ModelCase("hybrid", num_layers=8, pattern="M", overrides={**NORM, **MAMBA})
+    (result,) = _train_together(Run(case, 0.8, modules=MAMBA_MODULES))
+    _check(result)
+    _check_report(result)
+    settings = {layer.setting for layer in result.layers}
+    assert settings == {describe_setting(WHOLE), describe_setting(NOTHING)}
+    assert min(layer.recomputed_bytes for layer in result.layers if layer.setting == "layer") > 0
 
 
 def test_with_room_to_spare_nothing_is_recomputed_and_nothing_moves(trained: Any) -> None:
