@@ -23,12 +23,11 @@ ROUTED = {
     "moe_aux_loss_coeff": [0.01, 0.01],
     "moe_z_loss_coeff": 0.001,
 }
-MOE = ModelCase("moe", num_layers=3, overrides={**NORM, **ROUTED})
 BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-MOE_BIASED = ModelCase("moe", num_layers=3, overrides={**NORM, **BIASED})
-COUNTS = (2,) * 9
-LATE = 2 * 7 + 1
-"""A call in an iteration whose layers are no longer at their most frugal settings."""
+MOE = ModelCase("moe", num_layers=3, overrides={**NORM, **ROUTED, **BIASED})
+COUNTS = (2,) * 7
+LATE = 2 * 5 + 1
+"""A call in the first iteration whose layers are at their final settings, the least frugal."""
 
 
 def _training(
@@ -59,11 +58,11 @@ def _is_equal(left: Exhausted, right: Exhausted) -> bool:
     return all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("case", [DENSE, MOE, MOE_BIASED], ids=["dense", "moe", "biased"])
+@pytest.mark.parametrize("case", [DENSE, MOE], ids=["dense", "moe"])
 def test_a_repeated_forward_changes_no_bit(case: ModelCase) -> None:
     last = "decoder.layers.2"
     inside = f"{last}.self_attention.linear_proj"
-    failures = ((inside, (0,)), (last, (3,)), (inside, (LATE,)), (last, (14, 16)))
+    failures = ((inside, (0,)), (last, (3,)), (inside, (LATE,)), (last, (LATE - 1, LATE + 1)))
     plain, broken, *results = _train_each(
         _training(case, ()),
         _training(case, (3,), train=train_without_restoring),
@@ -84,11 +83,11 @@ def test_a_repeated_forward_changes_no_bit(case: ModelCase) -> None:
 
 
 def test_later_settings_are_chosen_for_the_memory_that_there_was() -> None:
-    counts = (2,) * 13
+    counts = (2,) * 11
     result = _train(DENSE, (LATE,), "decoder.layers.2", counts=counts)
-    before, after = result.assignments[6], result.assignments[-1]
+    before, after = result.assignments[4], result.assignments[-1]
     assert before != after != (WHOLE,) * 3
-    assert max(result.peak_bytes[8:]) <= result.failed_bytes[0] < max(result.peak_bytes[:7])
+    assert max(result.peak_bytes[6:]) <= result.failed_bytes[0] < max(result.peak_bytes[:5])
 
 
 def test_where_the_second_attempt_fails_one_error_names_what_would_fit() -> None:
@@ -111,7 +110,7 @@ def test_other_ranks_wait_so_that_it_is_not_repeated() -> None:
 
 def test_a_buffer_that_cannot_be_restored_is_named() -> None:
     name = "decoder.layers.0.mlp.router.expert_bias"
-    result = _train(MOE_BIASED, (LATE,), changed=name)
+    result = _train(MOE, (LATE,), changed=name)
     assert f"it may have changed buffer {name}" in result.errors[0]
 
 
