@@ -46,7 +46,7 @@ class Run:
     case: ModelCase
     budget: Union[float, tuple[float, ...]]
     """A share of the activations with the engine off; several: one for each rank."""
-    counts: tuple[int, ...] = (2,) * 12
+    counts: tuple[int, ...] = (2,) * 11
     """The number of micro-batches of each step."""
     backend: str = "cpu"
     modules: tuple[str, ...] = ()

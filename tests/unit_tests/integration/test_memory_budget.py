@@ -47,11 +47,11 @@ def _runs(case: ModelCase) -> dict[str, Run]:
     """Trainings of one rank, in one process."""
     runs = {str(budget): Run(case, budget) for budget in (0.8, 0.5)}
     if case is DENSE:
-        runs["room to spare"] = Run(case, 1.5)
+        runs["room to spare"] = Run(case, 1.5, (2,) * 8)
         runs["nothing fits"] = Run(case, 0.05)
         runs["evaluated"] = Run(case, 0.5, evaluated_sequences=8)
         runs["evaluated with gradients"] = replace(runs["evaluated"], has_gradients=True)
-        runs["late state"] = Run(case, 0.9, (2,) * 14, late=(11, 0.25))
+        runs["late state"] = Run(case, 0.9, (2,) * 13, late=(10, 0.25))
         runs["other numbers"] = Run(case, 0.5, (2, 3, 1, 2) * 3)
         for name, lengths in LENGTHS.items():
             share = 0.9 if name == "longer for good" else 0.5
@@ -60,11 +60,13 @@ def _runs(case: ModelCase) -> dict[str, Run]:
 
 
 SHORT, LONG = 24, 48
+NUM_SHORT = 10
+"""The settings are final for the last of so many iterations."""
 LENGTHS = {
-    "shorter": (LONG, *(SHORT, LONG, SHORT + 8) * 5, LONG),
-    "longer while settling": (SHORT, SHORT, LONG, SHORT, LONG, *(SHORT,) * 10, LONG),
-    "spikes later": (*(SHORT,) * 12, LONG, SHORT, LONG, LONG),
-    "longer for good": (*(SHORT,) * 12, *(LONG,) * 14),
+    "shorter": (LONG, *(SHORT, LONG, SHORT + 8) * 3, LONG),
+    "longer while settling": (SHORT, SHORT, LONG, SHORT, LONG, *(SHORT,) * 6, LONG),
+    "spikes later": (*(SHORT,) * NUM_SHORT, LONG, SHORT, LONG, LONG),
+    "longer for good": (*(SHORT,) * NUM_SHORT, *(LONG,) * 13),
 }
 """A longer one is planned from its size before it runs. The last step's has the longest."""
 
@@ -187,8 +189,8 @@ def test_other_numbers_and_lengths_of_micro_batches_stay_within_it(trained: Any,
 def test_where_all_get_longer_settings_are_chosen_for_them(trained: Any) -> None:
     """Otherwise every layer would be recomputed until training ends."""
     result = trained(DENSE, "longer for good")
-    first = 12 + NUM_UNFIT
-    assert {*result.stages[12:first]} == {Stage.SETTLED}
+    first = NUM_SHORT + NUM_UNFIT
+    assert {*result.stages[NUM_SHORT - 1 : first]} == {Stage.SETTLED}
     assert result.stages[first] is not Stage.SETTLED
     assert result.stages[-1] is Stage.SETTLED
     assert set(result.assignments[-1]) != {WHOLE}
