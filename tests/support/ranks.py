@@ -82,6 +82,7 @@ def import_megatron() -> None:
     import megatron.core.models.gpt
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.pipeline_parallel
+    from compile_extensions import load_shared_storage
     from torch._dynamo import trace_rules
 
     import megatron.slipstream.integration.cpu.cpu_modules
@@ -92,6 +93,7 @@ def import_megatron() -> None:
 
     # Cached: otherwise each process creates it at its first call of a compiled function.
     trace_rules.get_torch_obj_rule_map()
+    load_shared_storage()
 
 
 def import_training() -> None:

@@ -13,12 +13,14 @@ import random
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import new_process
 import numpy
 import pytest
 import torch
+from compile_extensions import remove_left_lock
 from forked import run_function
 from ranks import run_ranks
 
@@ -96,6 +98,25 @@ def test_a_process_that_would_pass_on_more_is_not_forked(
             with pytest.raises(AssertionError, match=f"would inherit {name} from this one"):
                 fork()
     monkeypatch.undo()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this process is not forked with a GPU")
+def test_ranks_inherit_the_extension_whose_lock_they_would_take() -> None:
+    from megatron.core.tensor_parallel import random
+
+    if not hasattr(random, "_get_share_storage"):
+        pytest.skip("this megatron-core has no such extension")
+    assert run_ranks(1, lambda *_: random._share_storage_ext is not None) == [True]
+
+
+def test_a_lock_that_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    assert not remove_left_lock(tmp_path)
+    lock = tmp_path / "lock"
+    with lock.open("w"):
+        assert not remove_left_lock(tmp_path)
+        assert lock.exists()
+    assert remove_left_lock(tmp_path)
+    assert not lock.exists()
 
 
 def test_a_patch_that_a_test_leaves() -> None:
