@@ -64,8 +64,8 @@ ONE_RANK = {
     "packed, MLA": ModelCase("mla", is_packed=True, micro_batch_size=1),
     "hybrid, dense": ModelCase("hybrid", pattern="*-", overrides=DROPOUT),
     "hybrid, drop and pad": ModelCase("hybrid", overrides={**DROP_AND_PAD, **EXPERT_BIAS}),
-    "packed hybrid, dropless": ModelCase(
-        "hybrid", sync_free_experts=True, is_packed=True, micro_batch_size=1
+    "packed hybrid, MLA, dropless": ModelCase(
+        "hybrid", pattern="+-+E", sync_free_experts=True, is_packed=True, micro_batch_size=1
     ),
 }
 PIPELINES = {
@@ -242,6 +242,7 @@ ON_GPU = {
     "experts, dropless": on_gpu(ModelCase("moe", sync_free_experts=True), **DROPLESS),
     "hybrid, dense": on_gpu(ModelCase("hybrid", pattern="*-"), **DROPOUT),
     "hybrid, drop and pad": on_gpu(ModelCase("hybrid"), **EXPERTS, **EXPERT_BIAS, **DROPOUT),
+    "hybrid, MLA": on_gpu(ModelCase("hybrid", pattern="+-"), **MLA_SIZES),
     "hybrid, dropless": on_gpu(ModelCase("hybrid", sync_free_experts=True), **DROPLESS),
     "norms recomputed": on_gpu(ONE_RANK["norms recomputed"], **DROPOUT),
     "attention recomputed": on_gpu(ONE_RANK["attention recomputed"]),

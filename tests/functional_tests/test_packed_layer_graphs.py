@@ -44,6 +44,7 @@ ON_CPU = {
     "MLA": packed("mla"),
     "hybrid": packed("hybrid"),
     "hybrid, dense": packed("hybrid", 3),
+    "hybrid, MLA": replace(packed("hybrid", 3), pattern="+-"),
 }
 MOE_ON_GPU = on_gpu(
     ModelCase("moe", is_packed=True), moe_permute_fusion=True, **EXPERT_BIAS, **FUSED_ROPE
@@ -55,6 +56,12 @@ ON_GPU = {
     "MLA": on_gpu(ModelCase("mla", is_packed=True), **MLA_SIZES, rope_type="yarn", **FUSED_ROPE),
     "hybrid": on_gpu(ModelCase("hybrid", num_layers=8, is_packed=True), **FUSED_ROPE),
     "hybrid, dense": on_gpu(ModelCase("hybrid", num_layers=3, is_packed=True), **FUSED_ROPE),
+    "hybrid, MLA": on_gpu(
+        ModelCase("hybrid", num_layers=3, pattern="+-", is_packed=True),
+        **MLA_SIZES,
+        rope_type="yarn",
+        **FUSED_ROPE,
+    ),
 }
 ROUTED = ("attn", "moe_router")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -70,6 +77,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "MLA": ("MLA", ()),
     "hybrid": ("hybrid", ROUTED),
     "hybrid, dense": ("hybrid, dense", ("attn", "mlp")),
+    "hybrid, MLA": ("hybrid, MLA", ()),
 }
 FIFTY = ("dense", "MoE, attention and router", "MLA")
 
@@ -212,6 +220,7 @@ UNPACKED = {
     "hybrid, whole layers": ("hybrid", (), {"pattern": "*-"}),
     "hybrid": ("hybrid", ROUTED, {}),
     "hybrid, MLP": ("hybrid", (*ROUTED, "mlp"), {"overrides": DENSE_TOO}),
+    "hybrid, MLA": ("hybrid", ("attn",), {"pattern": "+-"}),
 }
 
 

@@ -194,9 +194,9 @@ OF_CHUNK_GRAPHS = [
     *(
         Case(
             {"hybrid_layer_pattern": f"*-{letter}-"},
-            [{"hybrid_layer_pattern": "*-|*-"}, {"cuda_graph_granularity": "layer"}],
+            [{"hybrid_layer_pattern": "*-|+-"}, {"cuda_graph_granularity": "layer"}],
         )
-        for letter in "MGD+"
+        for letter in "MGD"
     ),
     off("hybrid_context_parallel"),
     Case(
@@ -282,7 +282,7 @@ OF_PACKING = [
         }.items()
     ),
     NO_SINKHORN,
-    either("hybrid_layer_pattern", "M-M-", a="*-E*"),
+    either("hybrid_layer_pattern", "M-M-", a="*-E*", b="+-E"),
     off("experimental_attention_variant", "gated_delta_net"),
     Case(
         {"attention_backend": Backend.unfused, "transformer_impl": "transformer_engine"},

@@ -48,12 +48,7 @@ def _recomputes_dropout(facts: Any) -> bool:
     )
 
 
-_NOT_CAPTURED = {
-    "M": "Mamba",
-    "G": "gated delta net",
-    "D": "sparse attention",
-    "+": "multi-latent attention",
-}
+_NOT_CAPTURED = {"M": "Mamba", "G": "gated delta net", "D": "sparse attention"}
 """Layers of hybrid models that no chunk graph contains."""
 
 
@@ -167,7 +162,8 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         _unsupported(
             "hybrid_layer_pattern",
             f"layers {letter} ({kind}) are not tested in a graph",
-            "use only * (attention), - (MLP) and E (MoE), or set cuda_graph_granularity=layer",
+            "use only * (attention), + (multi-latent attention), - (MLP) and E (MoE), or set "
+            "cuda_graph_granularity=layer",
             partial(_decodes_without, letter),
         )
         for letter, kind in _NOT_CAPTURED.items()

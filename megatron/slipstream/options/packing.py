@@ -141,8 +141,8 @@ PACKING_RULES: tuple[Rule, ...] = (
         "hybrid_layer_pattern",
         "other layers than attention, MLP and MoE are not known to keep documents apart (the "
         "state of some carries over)",
-        "use only * (attention), - (MLP) and E (MoE)",
-        lambda f: not set(f.hybrid_layer_pattern or "") - set("*-E|/"),
+        "use only * (attention), + (multi-latent attention), - (MLP) and E (MoE)",
+        lambda f: not set(f.hybrid_layer_pattern or "") - set("*+-E|/"),
     ),
     _unsupported(
         "experimental_attention_variant", "such layers are not known to keep documents apart"
