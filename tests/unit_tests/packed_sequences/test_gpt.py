@@ -66,6 +66,7 @@ MOE_STATIC = ModelCase(
 )
 """Experts of a fixed capacity, for which tokens compete."""
 HYBRID = ModelCase(**vars(MOE) | {"kind": "hybrid", "num_layers": 4})
+MLA_HYBRID = ModelCase(**vars(MLA) | {"kind": "hybrid", "num_layers": 4, "pattern": "+-"})
 MOE_STATIC_BY_POSITION = ModelCase(
     **vars(MOE) | {"overrides": {**MOE_STATIC.overrides, "moe_token_drop_policy": "position"}}
 )
@@ -163,8 +164,9 @@ def _differences_from_documents_alone(
     return {name: difference(one_by_one, result) for name, result in results.items()}
 
 
-@pytest.mark.parametrize("case", [DENSE, MOE, MLA], ids=lambda case: case.kind)
+@pytest.mark.parametrize("case", [DENSE, MOE, MLA, MLA_HYBRID], ids=lambda case: case.kind)
 def test_packed_documents_train_and_route_like_documents_one_by_one(case: ModelCase) -> None:
+    skip_without_model(case)
     (found,) = run_ranks(1, _differences_from_documents_alone, case)
     losses, _ = found.pop("")
     assert losses > 0.01  # attention across documents changes losses
