@@ -13,10 +13,15 @@ from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
-from torch.nn.functional import grouped_mm
+from torch.nn import functional
 
 TakeGradient = Callable[[torch.Tensor], Optional[torch.Tensor]]
 """Receives a weight's gradient; returns the gradient for autograd, or None."""
+
+
+def has_grouped_gemm() -> bool:
+    """Return whether the installed torch has the GEMM."""
+    return hasattr(functional, "grouped_mm")
 
 
 def grouped_linear(
@@ -55,7 +60,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(tokens, weight, offsets)
         ctx.take_gradient = take_gradient
-        return grouped_mm(tokens, weight.transpose(1, 2), offs=offsets)
+        return functional.grouped_mm(tokens, weight.transpose(1, 2), offs=offsets)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -63,9 +68,9 @@ class _GroupedLinear(torch.autograd.Function):
         tokens, weight, offsets = ctx.saved_tensors
         of_tokens = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_tokens = grouped_mm(gradient, weight, offs=offsets)
+            of_tokens = functional.grouped_mm(gradient, weight, offs=offsets)
         if ctx.needs_input_grad[1]:
-            of_weight = grouped_mm(gradient.t(), tokens, offs=offsets)
+            of_weight = functional.grouped_mm(gradient.t(), tokens, offs=offsets)
             if ctx.take_gradient is not None:
                 of_weight = ctx.take_gradient(of_weight)
         return of_tokens, of_weight, None, None
