@@ -2,7 +2,10 @@
 
 """Compiles the engine's C++ module where it can be; all else is declared in pyproject.toml.
 
-That needs the torch that will run it, which pip hides from a build unless it is told
+A wheel also has a file that starts the engine in processes with SLIPSTREAM_START, see
+``integration/frameworks/start.py``.
+
+Compilation needs the torch that will run it, which pip hides from a build unless it is told
 ``--no-build-isolation``, and a compiler. Without them the module is compiled at its first use.
 """
 
@@ -18,6 +21,11 @@ from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
 
 NATIVE = Path("megatron", "slipstream", "fine_grained_activation_offload", "native")
+START = (
+    'import os; os.environ.get("SLIPSTREAM_START") and '
+    '__import__("megatron.slipstream.integration.frameworks.start")\n'
+)
+"""Python runs this line of ``megatron_slipstream.pth`` at each start, so it imports nothing new."""
 
 
 def load_build_module() -> Optional[ModuleType]:
@@ -38,10 +46,12 @@ def load_build_module() -> Optional[ModuleType]:
 
 
 class BuildWithNative(build_py):
-    """Adds the compiled module to the package."""
+    """Adds the compiled module to the package, and the file that starts the engine beside it."""
 
     def run(self) -> None:
         super().run()
+        if not self.editable_mode:
+            Path(self.build_lib, "megatron_slipstream.pth").write_text(START)
         build = None if self.editable_mode else load_build_module()
         if build is None:
             return

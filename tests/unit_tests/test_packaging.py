@@ -39,6 +39,9 @@ PLANTED = (
 )
 """Files that must not get into a wheel; caches not into an sdist either."""
 
+START = "megatron_slipstream.pth"
+"""What Python runs when it starts."""
+
 _BUILD = """
 import sys
 from setuptools import build_meta
@@ -134,13 +137,13 @@ def test_the_wheel_holds_all_of_the_package_and_nothing_else(
 ) -> None:
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     package = source / "megatron" / "slipstream"
-    assert names == {f"megatron/slipstream/{name}" for name in files_in(package)}
-    assert "megatron/slipstream/py.typed" in names
+    assert names - {START} == {f"megatron/slipstream/{name}" for name in files_in(package)}
+    assert {START, "megatron/slipstream/py.typed"} <= names
 
 
 def test_the_wheel_has_no_other_top_level_name_than_megatron(wheel: zipfile.ZipFile) -> None:
     tops = {name.partition("/")[0] for name in wheel.namelist()}
-    assert tops == {"megatron", f"megatron_slipstream-{__version__}.dist-info"}
+    assert tops == {"megatron", START, f"megatron_slipstream-{__version__}.dist-info"}
 
 
 def test_a_wheel_that_is_built_beside_torch_and_a_compiler_has_the_compiled_module(
@@ -205,6 +208,44 @@ def test_an_installed_wheel_and_megatron_core_resolve_together(site: Path, tmp_p
     slipstream, core = python("-c", code, site=site, cwd=tmp_path).splitlines()
     assert Path(slipstream) == site / "megatron" / "slipstream" / "__init__.py"
     assert core.endswith(os.path.join("megatron", "core", "__init__.py"))
+
+
+WATCHED = """
+import sys
+before = set(sys.modules)
+import site
+site.addsitedir(sys.argv[1])
+print(*(name for name in sorted(set(sys.modules) - before) if "slipstream" in name))
+try:
+    import megatron.core
+except ValueError as error:
+    print(error)
+print("torch" in sys.modules, megatron.core.__file__)
+"""
+STAND_IN = """
+import sys
+print("core", "megatron.slipstream.integration.frameworks.on_import" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("value", ["", "0", "1"])
+def test_a_variable_alone_prepares_the_engine_when_megatron_core_is_imported(
+    value: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_START", value)
+    installed = shutil.copytree(site, tmp_path / "site")
+    core = tmp_path / "other" / "megatron" / "core" / "__init__.py"
+    core.parent.mkdir(parents=True)
+    core.write_text(STAND_IN)
+    ready = installed / "megatron/slipstream/integration/frameworks/on_import.py"
+    ready.write_text("import megatron.core\nprint('ready')\n")
+    # From here on, the path has the package only by the folder of the .pth file.
+    said = python("-c", WATCHED, str(installed), site=tmp_path / "other", cwd=tmp_path).splitlines()
+    frameworks = "megatron.slipstream.integration.frameworks"
+    assert (f"{frameworks}.start" in said[0].split()) == bool(value)
+    assert "on_import" not in said[0]
+    assert said[1:-1] == ["core False", "ready"] if value == "1" else ["core False"]
+    assert said[-1] == f"False {core}"
 
 
 # --- the source distribution ----------------------------------------------------------------------

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ from tools.shared_gpus import (
     take_place,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 NCCL = ("NCCL_HOSTID", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME")
 
 
@@ -94,3 +96,12 @@ def test_a_script_that_takes_its_gpu_from_the_local_rank(
     argv = [str(script), "--flag", "1"]
     assert json.loads(capsys.readouterr().out) == [argv, "1", "__main__"]
     assert os.environ["NCCL_HOSTID"] == "rank3"
+
+
+def test_a_package_named_tools_of_another_checkout_is_not_taken(tmp_path: Path) -> None:
+    other = tmp_path / "tools" / "__init__.py"
+    other.parent.mkdir()
+    other.touch()
+    spec = importlib.machinery.PathFinder.find_spec("tools", [str(ROOT), str(tmp_path)])
+    assert spec is not None
+    assert spec.origin == str(ROOT / "tools" / "__init__.py")

@@ -1,0 +1,58 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Start by an environment variable; the wheel's file is tested in ``test_packaging.py``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron.slipstream.integration.frameworks import start
+
+LINE = "import megatron.slipstream.integration.frameworks.start\n"
+SHOW = """
+from megatron.core.models.gpt.gpt_model import GPTModel
+import inspect, megatron.core
+from megatron.slipstream.integration import install
+from megatron.slipstream.patches import model_calls
+assert inspect.getsource(megatron.core)
+print(install.installed() is None, model_calls.before_first_call is not None)
+"""
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LINE + code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("value, is_ready", [("1", True), ("0", False)])
+def test_megatron_core_is_ready_for_a_model_that_offloads(value: str, is_ready: bool) -> None:
+    result = run(SHOW, SLIPSTREAM_START=value)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.splitlines()[-1] == f"True {is_ready}"
+
+
+def test_settings_that_cannot_be_used_end_the_import_of_megatron_core() -> None:
+    result = run("import megatron.core", SLIPSTREAM_START="1", SLIPSTREAM_CONFIG="/none.yaml")
+    assert result.returncode == 1
+    assert "/none.yaml" in result.stderr.splitlines()[-1]
+
+
+def test_a_process_without_megatron_core_is_not_slowed_down() -> None:
+    result = run("import sys; print('torch' in sys.modules)", SLIPSTREAM_START="1")
+    assert result.stdout == "False\n", result.stderr
+
+
+def test_a_value_that_is_not_known_is_an_error() -> None:
+    with pytest.raises(ValueError, match="SLIPSTREAM_START=yes is neither 1 nor 0; set 1"):
+        start.start("yes")
