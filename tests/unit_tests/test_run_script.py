@@ -344,6 +344,58 @@ def test_a_checkout_is_copied_without_what_would_come_before_ours(
     assert "--source needs a checkout of Megatron-LM" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    "versions, pins",
+    [
+        ("2.8", ["numpy==2.5.5", "torch==2.8.*"]),
+        ("pinned", ["torch==2.11.0", "triton==3.6.0", "cuda-bindings==13.5.0", "numpy==2.5.5"]),
+        ("newest", []),
+    ],
+)
+def test_other_versions_get_an_environment_of_their_own(
+    machine: dict[str, str], clone: Path, tmp_path: Path, versions: str, pins: list[str]
+) -> None:
+    (clone.parent / "constraints.txt").write_text(
+        "torch==2.11.0\ntriton==3.6.0\ncuda-bindings==13.5.0\nnumpy==2.5.5\n"
+    )
+    says = 'case "$*" in *version_info*) echo 3.13 ;; esac\n'
+    python = make_script(tmp_path / "python3.13", FAKE_PYTHON + says)
+    env = machine | {"PYTHON": str(python)}
+    result = run("test-versions", versions, "-x", env=env, script=clone)
+    assert result.returncode == 0, result.stderr
+    folder = clone.parent / ".versions" / f"{versions}-3.13"
+    assert (folder / "constraints.txt").read_text().split() == pins
+    calls = Path(machine["CALLS"]).read_text().splitlines()
+    assert "-m|pytest|-m|releases|-x" in calls
+    (install,) = (call for call in calls if "|-e|" in call)
+    assert f"|-c|{folder / 'constraints.txt'}|" in install
+    assert not (clone.parent / ".venv").exists()
+
+
+def test_other_versions_must_be_named(machine: dict[str, str], clone: Path) -> None:
+    result = run("test-versions", "torch", env=machine, script=clone)
+    assert result.returncode == 1
+    assert "pinned, newest or a version of torch, such as 2.8, not 'torch'" in result.stderr
+
+
+@pytest.mark.parametrize("status, fails", [(0, False), (1, True), (5, True)])
+def test_a_framework_of_which_nothing_was_tested_fails(
+    machine: dict[str, str], clone: Path, status: int, fails: bool
+) -> None:
+    run("python", env=machine, script=clone)
+    requirements = clone.parent / "tests" / "frameworks" / "requirements" / "verl.txt"
+    requirements.parent.mkdir(parents=True)
+    requirements.touch()
+    python = clone.parent / ".venv" / "bin" / "python"
+    paths = f'case "$*" in *purelib*) echo "{clone.parent}" ;; esac\n'
+    make_script(
+        python, FAKE_PYTHON + paths + f'case "$*" in *test_verl.py) exit {status} ;; esac\n'
+    )
+    result = run("test-frameworks", "verl", env=machine, script=clone)
+    assert result.returncode == int(fails), result.stderr
+    assert ("nothing of verl was tested" in result.stderr) == (status == 5)
+
+
 def release_installs(env: dict[str, str], release: str) -> list[str]:
     calls = Path(env["CALLS"]).read_text().splitlines()
     return [call for call in calls if call.endswith(f"|megatron-core=={release}")]
