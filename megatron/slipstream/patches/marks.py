@@ -73,13 +73,18 @@ def tell_discarded_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def discard(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
-        engine = _engine()
-        if engine is not None:
-            for output in checkpoint.outputs or ():
-                engine.store.before_discard(output)
+        tell_discard(checkpoint)
         return original(checkpoint, *arguments, **options)
 
     return discard
+
+
+def tell_discard(checkpoint: Any) -> None:
+    """Tell the engine that a ``CheckpointWithoutOutput`` is about to discard its outputs."""
+    engine = _engine()
+    if engine is not None:
+        for output in checkpoint.outputs or ():
+            engine.store.before_discard(output)
 
 
 def end_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,7 +46,12 @@ def runs_triton() -> bool:
 
 
 def restrict_autotune_configs(kernel: Any) -> Any:
-    """Return a new autotuner of the same kernel, restricted to correct configurations."""
+    """Return a new autotuner of the same kernel, restricted to correct configurations.
+
+    Without Triton, megatron-core has a plain function in its place, which is returned.
+    """
+    if not hasattr(kernel, "fn"):
+        return kernel
     name = kernel.fn.__name__
     restricted = copy.copy(kernel)
     restricted.cache = {}

@@ -44,17 +44,16 @@ _ROUTER = f"{_CORE}.transformer.moe.router"
 _LOOP = "megatron.training.training"
 
 
-def _lazy(module: str, name: str) -> Callable[[Any], Any]:
+def _call(module: str, name: str, *values: Any) -> Any:
+    return getattr(import_module(f"megatron.slipstream.patches.{module}"), name)(*values)
+
+
+def _lazy(module: str, name: str) -> partial[Any]:
     """Return a function that imports ``name`` from a module of this package when called.
 
     Those modules import megatron-core, which must not load before the CPU shims.
     """
-
-    def replace(*values: Any) -> Any:
-        found = getattr(import_module(f"megatron.slipstream.patches.{module}"), name)
-        return found(*values)
-
-    return replace
+    return partial(_call, module, name)
 
 
 def _condition(module: str, name: str, *arguments: Any) -> Callable[[], bool]:

@@ -1,0 +1,159 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The series applies to the installed megatron-core, and its tests pass in the patched tree."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.slipstream.patches import table
+from tools.upstream import __main__ as command
+from tools.upstream.anchors import MovedError, Source, at_end, at_start, before_call, decorate
+from tools.upstream.commits import COMMITS
+from tools.upstream.edits import IN_PLACE, key_of, version_of
+from tools.upstream.modules import ROOT, TESTS
+from tools.upstream.series import TEST_PLACES, Made, git, make
+
+GUIDE = ROOT / "docs" / "design" / "upstream.md"
+FAST = ("test_padded_routing.py", "test_config_fields.py", "test_bit_equality.py")
+WITHOUT_PLUGIN = (
+    "import sys; sys.modules['megatron.slipstream'] = None; import pytest; "
+    "sys.exit(pytest.main(sys.argv[1:]))"
+)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with the files of the installed megatron-core."""
+    spec = importlib.util.find_spec("megatron.core")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs megatron-core installed")
+    root = tmp_path_factory.mktemp("megatron")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(Path(spec.origin).parent, root / "megatron" / "core", ignore=ignored)
+    # Packages there, which the wheel lacks.
+    for folder in ("tests", "tests/unit_tests", TESTS, *TEST_PLACES.values()):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        (root / folder / "__init__.py").touch()
+    git(root, "init", "--quiet")
+    git(root, "add", "--all", "--force")
+    git(root, "commit", "--quiet", "--no-verify", "--message", "installed")
+    return root
+
+
+@pytest.fixture(scope="module")
+def series(checkout: Path) -> list[Made]:
+    """The commits of the series, made in the checkout."""
+    return list(make(checkout))
+
+
+@pytest.mark.releases
+def test_each_commit_is_made_and_few_lines_of_megatron_change(
+    checkout: Path, series: list[Made]
+) -> None:
+    assert [made.title for made in series] == [commit.title for commit in COMMITS]
+    assert not git(checkout, "status", "--porcelain")
+    changed = git(checkout, "diff", "--numstat", "--diff-filter=M", f"HEAD~{len(series)}")
+    lines = sum(max(map(int, row.split()[:2])) for row in changed.splitlines())
+    assert 0 < lines <= command.MAX_EDITED_LINES
+
+
+def test_the_tests_of_the_series_pass_in_the_patched_tree(
+    checkout: Path, series: list[Made]
+) -> None:
+    del series
+    folder = f"{TESTS}/offload_engine"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", WITHOUT_PLUGIN, "-q", "-W", "ignore", "-p", "no:cacheprovider"),
+            *("-c", "/dev/null", "--rootdir", str(checkout), "--confcutdir", folder),
+            *("-k", "not auto", *(f"{TEST_PLACES.get(name, folder)}/{name}" for name in FAST)),
+        ],
+        cwd=checkout,
+        env={"PYTHONPATH": str(checkout), "PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def test_the_page_lists_each_edit_with_its_size(checkout: Path, series: list[Made]) -> None:
+    assert version_of(checkout) in GUIDE.read_text()
+    found = re.findall(r"^\| (\d) \| `([^`]+)` \| `([^`]+)` \| (\d+) \|", GUIDE.read_text(), re.M)
+    made = [
+        (str(number), path.removeprefix("megatron/core/"), name, str(lines))
+        for number, one in enumerate(series, 1)
+        for path, name, lines, _ in one.edits
+    ]
+    assert found == made
+
+
+def test_each_row_of_the_table_of_patches_has_an_edit_or_a_reason() -> None:
+    keys = {key_of(patch) for patch, _ in table.rows()}
+    assert keys == set(IN_PLACE)
+
+
+MODULE = '''\
+class A(Base):
+    """It has a description."""
+
+    def f(self, x):
+        """It has one, too."""
+        y = drop(x)
+        return y
+'''
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    (tmp_path / "module.py").write_text(MODULE)
+    return Source(tmp_path, "module.py")
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "text"),
+    [
+        (decorate("mark"), 3, "    @mark"),
+        (at_start("x += 1\n", "x"), 5, "        x += 1"),
+        (at_end("y += 1\n", "y"), 6, "        y += 1"),
+        (before_call("drop", "x += 1\n"), 5, "        x += 1"),
+    ],
+)
+def test_an_edit_finds_its_place_by_name(source, change, line, text) -> None:
+    change(source, "A.f")
+    lines = source.text.splitlines()
+    assert lines[line] == text
+    assert lines[:line] + lines[line + 1 :] == MODULE.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (decorate("mark"), "A.g"),
+        (at_start("pass\n", "z"), "A.f"),
+        (before_call("keep", "pass\n"), "A.f"),
+    ],
+)
+def test_a_place_that_has_moved_is_an_error_that_names_it(source, change, name) -> None:
+    with pytest.raises(MovedError, match=rf"module\.py: {re.escape(name)} "):
+        change(source, name)
+    assert source.text == MODULE
+
+
+def test_patches_are_written_and_apply(checkout: Path, tmp_path: Path, series: list[Made]) -> None:
+    clone = tmp_path / "clone"
+    git(checkout, "clone", "--quiet", "--shared", str(checkout), str(clone))
+    git(clone, "reset", "--quiet", "--hard", f"HEAD~{len(series)}")
+    assert command.main(["--megatron", str(clone), "--patches", str(tmp_path / "out")]) == 0
+    files = sorted(map(str, (tmp_path / "out").iterdir()))
+    assert len(files) == len(series)
+    git(clone, "am", "--quiet", *files)
+    assert git(clone, "rev-parse", "HEAD^{tree}") == git(checkout, "rev-parse", "HEAD^{tree}")

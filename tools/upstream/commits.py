@@ -1,0 +1,111 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The commits of the series, in order: each is of use without the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.slipstream.patches import table
+from megatron.slipstream.patches.patching import Patch
+from tools.upstream.anchors import Edit
+from tools.upstream.fields import field_edits
+from tools.upstream.modules import FOLDERS, modules_in
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit of the series."""
+
+    title: str
+    text: str
+    """Its message below the title."""
+    rows: tuple[Patch, ...] = ()
+    """Rows of the table of patches that become edits."""
+    modules: tuple[str, ...] = ()
+    """Modules of this package that it adds."""
+    new: tuple[str, ...] = ()
+    """Files that only exist there: their names in ``new``."""
+    tests: tuple[str, ...] = ()
+    """Patterns of files in ``tests/unit_tests``, of which it adds those that can run there."""
+    helpers: tuple[str, ...] = ()
+    """Modules of this package that its tests need."""
+    edits: Callable[[Path], list[Edit]] = field(default=lambda root: [])
+    """More edits."""
+    lacking: dict[str, str] = field(default_factory=dict)
+    """By version: what is left out on that branch."""
+
+
+COMMITS = (
+    Commit(
+        "Rotary kernels and padded routing: wrong gradients with some block sizes and masks",
+        "Some block sizes that Triton may choose for the fused rotation of multi-latent attention\n"
+        "compute wrong gradients (4640, 7103): autotuning is restricted to the others.\n"
+        "Padding competed for the capacity of experts, raised with an expert bias, and made all\n"
+        "gradients NaN in a buffer of nothing but padding.",
+        (*table.ROTATION, *table.PADDING),
+        ("patches.rotary_kernels",),
+        ("test_rope_autotune.py", "test_padded_routing.py"),
+    ),
+    Commit(
+        "The host does not wait for copies behind large ones",
+        "Token counts and shapes go to the host by a kernel, not by the copy engine, where they\n"
+        "would queue behind activations. The expert map of the flex dispatcher has a fixed size,\n"
+        "so a scatter fills it without asking the device three times in each layer.",
+        (*table.COPIES, *table.DISPATCH),
+        ("patches.d2h_by_kernel", "patches.p2p_shapes", "patches.multihot_map"),
+        ("test_host_syncs.py",),
+    ),
+    Commit(
+        "Planned offloading of activations: plan and engine, off by default",
+        "Two packages beside fine_grained_activation_offload.py. offload_plan decides what moves\n"
+        "and when from recorded iterations; offload_engine moves it. Nothing selects them yet:\n"
+        "without an engine of theirs behind it, the facade does what it did.",
+        (*table.GROUPS, *table.DISCARDED),
+        (
+            *(module for room in FOLDERS for module in modules_in(room)),
+            *("integration.seam.manager", "launcher", "options.engine", "options.fields"),
+            *("options.host_memory", "options.rules", "patches.marks"),
+        ),
+        ("conftest.py",),
+        ("plan/test_*.py", "fine_grained_activation_offload/test_*.py"),
+    ),
+    Commit(
+        "Planned offloading: several models, and gradients that appear in backward",
+        "Each model of a process has an engine and a plan of its own; calls of its chunks say\n"
+        "which one marks belong to.",
+        table.CALLS,
+        (
+            *("integration.seam.gradients", "integration.seam.model_router"),
+            *("integration.seam.p2p_sync", "integration.seam.compat", "options.model"),
+            *("patches.model_calls", "patches.releases"),
+        ),
+        ("select.py", "offloaded_models.py", "test_bit_equality.py"),
+        helpers=(
+            "integration.cpu.cpu_only",
+            "integration.cpu.cpu_modules",
+            "packed_sequences.batch",
+            "patches.patching",
+        ),
+        tests=("integration/test_gradients.py", "integration/test_p2p_sync.py"),
+    ),
+    Commit(
+        "Planned offloading: fields of TransformerConfig",
+        "offload_engine selects the engine; its settings are fields beside offload_modules, from\n"
+        "which Megatron makes flags, and are checked in __post_init__.",
+        edits=field_edits,
+        new=("test_config_fields.py",),
+    ),
+)
+
+NOT_YET = (
+    "offloading in layer graphs",
+    "packed sequences",
+    "chunk graphs",
+    "sync-free experts",
+    "dynamic context parallelism",
+    "recomputation and the memory budget",
+)
+"""Commits that would follow."""

@@ -1,0 +1,299 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Where modules and tests of this repository land in Megatron-LM, and their text there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+ROOT = Path(__file__).resolve().parents[2]
+NEW_TEXT = Path(__file__).with_name("new")
+"""Files that only exist there."""
+
+PACKAGE = "megatron.slipstream"
+PIPELINE = "megatron.core.pipeline_parallel"
+ENGINE = f"{PIPELINE}.offload_engine"
+TESTS = "tests/unit_tests/pipeline_parallel"
+SUPPORT = f"{TESTS}/offload_support"
+HEAD = (
+    "# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0."
+)
+HEAD_THERE = "# Copyright (c) 2026, NVIDIA CORPORATION. All rights reserved."
+
+FOLDERS = {"plan": f"{PIPELINE}.offload_plan", "fine_grained_activation_offload": ENGINE}
+"""Packages that move as a whole, and their names there."""
+MODULES = {
+    "integration.seam.gradients": f"{ENGINE}.gradients",
+    "integration.seam.manager": f"{ENGINE}.manager",
+    "integration.seam.model_router": f"{ENGINE}.model_router",
+    "integration.seam.p2p_sync": f"{ENGINE}.p2p_sync",
+    "integration.seam.compat": f"{ENGINE}.pass_arguments",
+    "launcher": f"{ENGINE}.launcher",
+    "options.engine": f"{ENGINE}.option_rules",
+    "options.fields": f"{ENGINE}.options",
+    "options.host_memory": f"{ENGINE}.host_memory",
+    "options.model": f"{ENGINE}.graph_options",
+    "options.rules": f"{ENGINE}.rules",
+    "patches.d2h_by_kernel": "megatron.core.d2h_by_kernel",
+    "patches.marks": f"{ENGINE}.marks",
+    "patches.model_calls": f"{ENGINE}.model_calls",
+    "patches.multihot_map": "megatron.core.transformer.moe.multihot_map",
+    "patches.p2p_shapes": f"{PIPELINE}.p2p_shapes",
+    "patches.releases": f"{ENGINE}.releases",
+    "patches.rotary_kernels": "megatron.core.fusions.rope_autotune",
+}
+"""Modules that move alone."""
+TEST_MODULES = {
+    "estimate.schedules": "trace_schedules",
+    "graphs.capture": "chunk_capture",
+    "integration.cpu.cpu_memory": "cpu_memory",
+    "integration.cpu.cpu_modules": "cpu_modules",
+    "integration.cpu.cpu_only": "cpu_only",
+    "packed_sequences.batch": "packed_batch",
+    "patches.patching": "patching",
+}
+"""Modules that only tests need there: they lie beside the tests' helpers."""
+STAY = frozenset(
+    {"plan.files", "plan.progress_bar", "fine_grained_activation_offload.run_metadata"}
+)
+"""Modules of the moved packages that tools read files with: they need pydantic or rich."""
+
+KEEP = {
+    "integration.cpu.cpu_only": {"install_cpu_shims"},
+    "integration.seam.compat": {"missing_pass_arguments"},
+    "launcher": {"rank", "num_local_ranks"},
+    "options.engine": {"RULES"},
+    "options.fields": {"OffloadConfig"},
+    "options.model": {"moves_in_layer_graphs"},
+    "options.rules": {"Condition", "Rule", "check_rules", "option_rule", "require", "value_rule"},
+    "packed_sequences.batch": {"context_parallel_positions"},
+    "patches.multihot_map": {"indices_to_multihot"},
+    "patches.releases": {"models_pass_their_rank", "is_within", "TESTED_RELEASES", "release"},
+    "patches.rotary_kernels": {"restrict_autotune_configs"},
+}
+"""Of some modules only these definitions, with what they use."""
+DROP = {
+    "fine_grained_activation_offload.report": {
+        *("SCHEMA", "VERSION", "_File", "Report.to_json", "Report.from_json", "Report.save"),
+    },
+}
+"""Definitions that do not move: they read and write files of our tools."""
+INSTEAD = {
+    "options.fields": {"_check_types": "check_types.py"},
+    "options.rules": {"check_rules": "check_rules.py"},
+    "patches.rotary_kernels": {"runs_triton": ""},
+}
+"""Definitions that have another text there, and the file of ``new`` that holds it."""
+REWORD = {
+    "fine_grained_activation_offload.peak_statistics": (
+        (f":mod:`{PACKAGE}.patches` do that; this", "Patches do that; this"),
+    ),
+    "integration.seam.manager": (
+        ("1, build the model ", "1, or leave the modules that "),
+        (f'"from {PACKAGE}.with_graph_offloading(spec), or leave the modules that "', ""),
+    ),
+}
+"""Text that names what does not exist there."""
+
+
+class Landed(NamedTuple):
+    """A file of the series."""
+
+    path: str
+    text: str
+
+
+@cache
+def place_of(module: str) -> Optional[str]:
+    """Return the name there of a module of the package, given without its prefix; None: none."""
+    if module in STAY:
+        return None
+    if module in MODULES or module in TEST_MODULES:
+        return MODULES.get(module) or TEST_MODULES[module]
+    room, _, rest = module.partition(".")
+    if room not in FOLDERS:
+        return None
+    return f"{FOLDERS[room]}.{rest}" if rest else FOLDERS[room]
+
+
+def source_of(module: str) -> Path:
+    """Return the file of a module of the package."""
+    path = ROOT.joinpath(*PACKAGE.split("."), *module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def modules_in(room: str) -> list[str]:
+    """Return all modules of a moved package that move."""
+    top = ROOT.joinpath(*PACKAGE.split("."))
+    found = []
+    for path in sorted((top / room).rglob("*.py")):
+        parts = path.relative_to(top).with_suffix("").parts
+        found.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return [module for module in found if module not in STAY]
+
+
+def landed(module: str) -> Landed:
+    """Return the file that a module becomes."""
+    place = place_of(module)
+    assert place is not None, module
+    path = source_of(module)
+    if module in TEST_MODULES:
+        target = f"{SUPPORT}/{place}.py"
+    else:
+        name = "/__init__.py" if path.name == "__init__.py" else ".py"
+        target = place.replace(".", "/") + name
+    return Landed(target, rewritten(path.read_text(), module))
+
+
+def rewritten(text: str, module: str = "") -> str:
+    """Return the text of a module or a test there, before unused imports are removed."""
+    text = _without(text, module)
+    for old, new in REWORD.get(module, ()):
+        if old not in text:
+            raise ValueError(f"{module} has no longer the text {old!r}; adapt REWORD")
+        text = text.replace(old, new)
+    return _renamed(text).replace(HEAD, HEAD_THERE)
+
+
+def check(path: str, text: str) -> None:
+    """Check a formatted file.
+
+    Raises:
+        ValueError: It names something of this package that does not exist there.
+    """
+    for number, line in enumerate(text.splitlines(), 1):
+        if PACKAGE in line or "pydantic" in line:
+            raise ValueError(f"{path}:{number} names what does not exist there: {line.strip()}")
+
+
+def _renamed(text: str) -> str:
+    def place(found: re.Match[str]) -> str:
+        parts = found[1].split(".")
+        for length in range(len(parts), 0, -1):
+            there = place_of(".".join(parts[:length]))
+            if there is not None:
+                return ".".join([there, *parts[length:]])
+        return found[0]
+
+    text = text.replace(f'"{PACKAGE}"', f'"{PIPELINE}"')  # the name of a logger
+    text = re.sub(rf"{re.escape(PACKAGE)}\.([\w.]+\w)", place, text)
+    # from a.b import c: where c is a module, it may have moved away from its siblings.
+    return re.sub(rf"from {re.escape(PACKAGE)}[\w.]* import (\w+)$", _sibling, text, flags=re.M)
+
+
+def _sibling(found: re.Match[str]) -> str:
+    room = found[0].split()[1].removeprefix(PACKAGE).lstrip(".")
+    there = place_of(f"{room}.{found[1]}".lstrip("."))
+    if there is None:
+        return found[0]
+    package, _, name = there.rpartition(".")
+    alias = f"{name} as {found[1]}" if name != found[1] else name
+    return f"from {package} import {alias}" if package else f"import {alias}"
+
+
+def imports_of(text: str, module: str = "") -> Iterator[str]:
+    """Yield what the text of a module or a test there imports and uses, as dotted names."""
+    tree = ast.parse(_without(text, module))
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                if (alias.asname or alias.name.split(".")[0]) in used:
+                    yield prefix + alias.name
+
+
+# Parts of a module.
+
+
+def _without(text: str, module: str) -> str:
+    tree = ast.parse(text)
+    dropped = _unused(tree, module) | DROP.get(module, set())
+    instead = INSTEAD.get(module, {})
+    spans = []
+    known = set()
+    for name, first, last in _statements(tree):
+        known.add(name)
+        if name in instead:
+            spans.append((first, last, _instead(instead[name])))
+        elif name in dropped:
+            spans.append((first, last, ""))
+    missing = (DROP.get(module, set()) | instead.keys() | KEEP.get(module, set())) - known
+    if missing:
+        raise ValueError(f"{module} has no {', '.join(sorted(missing))}; adapt tools/upstream")
+    lines = text.splitlines(keepends=True)
+    for first, last, new in reversed(spans):
+        lines[first - 1 : last] = [new]
+    return "".join(lines)
+
+
+def _instead(file: str) -> str:
+    """Return the functions of a file of ``new``; nothing without one."""
+    if not file:
+        return ""
+    text = (NEW_TEXT / file).read_text()
+    first = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+    return "".join(text.splitlines(keepends=True)[first.lineno - 1 :])
+
+
+def _statements(tree: ast.Module) -> Iterator[tuple[str, int, int]]:
+    """Yield the names and lines of top-level definitions and methods, in order.
+
+    A string behind an assignment, which describes it, is part of it.
+    """
+    bodies: list[tuple[str, list[ast.stmt]]] = [("", tree.body)]
+    bodies += [(f"{c.name}.", c.body) for c in tree.body if isinstance(c, ast.ClassDef)]
+    found = []
+    for prefix, body in bodies:
+        for place, node in enumerate(body):
+            follower = body[place + 1] if place + 1 < len(body) else None
+            last = node.end_lineno or node.lineno
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_text(follower):
+                last = follower.end_lineno or last  # type: ignore[union-attr]
+            decorators = getattr(node, "decorator_list", [])
+            first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+            found += [(prefix + name, first, last) for name in _names(node)]
+    yield from sorted(found, key=lambda span: span[1])
+
+
+def _is_text(node: Optional[ast.stmt]) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def _names(node: ast.stmt) -> list[str]:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return [node.target.id]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
+
+
+def _unused(tree: ast.Module, module: str) -> set[str]:
+    """Return the top-level definitions that those which are kept do not use."""
+    if module not in KEEP:
+        return set()
+    uses: dict[str, set[str]] = {}
+    instead = INSTEAD.get(module, {})
+    for node in tree.body:
+        for name in _names(node):
+            body: ast.AST = node
+            if name in instead:
+                body = ast.parse(_instead(instead[name]))
+            uses[name] = {n.id for n in ast.walk(body) if isinstance(n, ast.Name)}
+    kept, waiting = set(), set(KEEP[module])
+    while waiting:
+        name = waiting.pop()
+        kept.add(name)
+        waiting |= (uses.get(name, set()) & uses.keys()) - kept
+    return uses.keys() - kept

@@ -1,0 +1,151 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Small models, trained by Megatron's schedule on a GPU or, with shims, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron.slipstream.integration.cpu.cpu_only import install_cpu_shims
+
+KINDS = ("dense", "moe", "hybrid")
+_DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+_MOE = (*_DENSE, "expert_fc1", "moe_act")
+MODULES = {"dense": _DENSE, "moe": _MOE, "hybrid": _MOE}
+SEQ_LENGTH, VOCAB_SIZE, NUM_MICRO_BATCHES, NUM_STEPS = 16, 64, 2, 4
+
+
+def build(kind: str, offload_modules: Sequence[str] = (), **options: Any) -> Any:
+    """Build a model; its weights do not depend on offloading."""
+    has_gpu = torch.cuda.is_available()
+    _initialize()
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron.slipstream.integration.cpu.cpu_modules import local_hybrid_stack_spec
+
+    config = _config(kind, offload_modules, has_gpu, options)
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    common: dict[str, Any] = {
+        "config": config,
+        "vocab_size": VOCAB_SIZE,
+        "max_sequence_length": SEQ_LENGTH,
+        "position_embedding_type": "rope",
+    }
+    if kind != "hybrid":
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=has_gpu)
+        model = GPTModel(transformer_layer_spec=spec, **common)
+    else:
+        if has_gpu:
+            from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as spec
+        else:
+            spec = local_hybrid_stack_spec(config)
+        model = HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern="*-*E", **common)
+    model.model_type = 1
+    return model.cuda() if has_gpu else model
+
+
+def _initialize() -> None:
+    install_cpu_shims()
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+    if not torch.distributed.is_initialized():
+        name = "nccl" if torch.cuda.is_available() else "gloo"
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(name, store=store, rank=0, world_size=1)
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel()
+    destroy_moe_metrics_tracker()
+
+
+def _config(kind: str, modules: Sequence[str], has_gpu: bool, options: dict[str, Any]) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    given: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "use_cpu_initialization": not has_gpu,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "pipeline_dtype": torch.float32,
+    }
+    if kind != "dense":
+        given |= {
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 32,
+            "moe_grouped_gemm": True,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_aux_loss_coeff": 0.01,
+            "moe_router_load_balancing_type": "aux_loss",
+        }
+    if modules:
+        given |= {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": list(modules),
+            "min_offloaded_tensor_size": 1,
+        }
+    return TransformerConfig(**(given | options))
+
+
+def train(model: Any) -> list[torch.Tensor]:
+    """Return the losses and gradients of some iterations; weights do not change."""
+    results = []
+    for step in range(NUM_STEPS):
+        model.zero_grad(set_to_none=True)
+        results += _run(model, step)
+        gradients = (parameter.grad for parameter in model.parameters())
+        results += [gradient.clone() for gradient in gradients if gradient is not None]
+    return results
+
+
+def _run(model: Any, step: int) -> list[torch.Tensor]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(data: Iterator[torch.Tensor], chunk: Any) -> Any:
+        tokens = next(data)
+        places = torch.arange(SEQ_LENGTH, device=tokens.device).expand_as(tokens)
+        shape = (1, 1, SEQ_LENGTH, SEQ_LENGTH)
+        mask = torch.ones(shape, dtype=torch.bool, device=tokens.device).triu(1)
+        output = chunk(tokens, places, mask, labels=tokens.roll(-1, dims=1))
+
+        def loss(losses: torch.Tensor) -> Any:
+            total = losses.float().mean()
+            return total, {"loss": total.detach().clone()}
+
+        return output, loss
+
+    draw = torch.Generator().manual_seed(step)
+    batches = [
+        torch.randint(VOCAB_SIZE, (2, SEQ_LENGTH), generator=draw) for _ in range(NUM_MICRO_BATCHES)
+    ]
+    device = next(model.parameters()).device
+    found = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter([batch.to(device) for batch in batches]),
+        model=model,
+        num_microbatches=NUM_MICRO_BATCHES,
+        seq_length=SEQ_LENGTH,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    return [result["loss"] for result in found]

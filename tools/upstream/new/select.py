@@ -1,0 +1,123 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Put an engine of this package behind fine_grained_activation_offload."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as facade
+
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+from megatron.slipstream.fine_grained_activation_offload.engine_setup import (
+    host_limit,
+    open_backend,
+)
+from megatron.slipstream.fine_grained_activation_offload.regions import RegionFlag
+from megatron.slipstream.integration.seam import model_router
+from megatron.slipstream.launcher import rank
+from megatron.slipstream.options.fields import OffloadConfig
+from megatron.slipstream.patches.model_calls import set_before_first_call
+
+logger = logging.getLogger(__name__)
+
+NOT_HERE = (
+    "activation_memory_budget",
+    "offload_checkpoint_inputs",
+    "offload_report_path",
+    "offload_trace_path",
+)
+"""Settings without effect: what they need is not part of this package."""
+WITHOUT_WEIGHTS = frozenset(("core_attn", "moe_act", "mlp_act"))
+"""Modules in which Transformer Engine's flag only sets marks that no code reads."""
+
+
+def select(config: OffloadConfig) -> model_router.RoutedManager:
+    """Make this engine the one that marks of layers go to, from the next iteration on.
+
+    Args:
+        config: Its settings. With those of the current engine nothing changes.
+
+    Returns:
+        The engine of the first model.
+
+    Raises:
+        ValueError: A setting is not supported, or the backend is not available.
+    """
+    for name in NOT_HERE:
+        if getattr(config, name):
+            value = getattr(config, name)
+            raise ValueError(
+                f"{name}={value} is not supported with offload_engine=slipstream because nothing "
+                "here reads it; leave it out"
+            )
+    set_before_first_call(None)
+    current = facade.PipelineOffloadManager.OFFLOAD_MGR
+    if isinstance(current, model_router.RoutedManager):
+        if current.config == config:
+            return current.router.default
+        current.router.close()
+    backend = open_backend(config)
+    router = model_router.Router(partial(_make_manager, config, backend), lambda chunk, find: [])
+    facade.PipelineOffloadManager.OFFLOAD_MGR = router.default
+    logger.info("planned offloading moves activations (backend %s)", backend.name)
+    return router.default
+
+
+def deselect() -> None:
+    """Give the marks of layers to the built-in engine again, and free the host memory."""
+    set_before_first_call(None)
+    current = facade.PipelineOffloadManager.OFFLOAD_MGR
+    if isinstance(current, model_router.RoutedManager):
+        facade.PipelineOffloadManager.OFFLOAD_MGR = None
+        current.router.close()
+
+
+def select_at_first_call(options: Any) -> None:
+    """Check the settings, and :func:`select` the engine when a model with offloading is called.
+
+    Args:
+        options: Has the settings as attributes; defaults hold for those that it lacks.
+
+    Raises:
+        ValueError: A setting is wrong.
+    """
+    defaults = OffloadConfig()
+    given = {name: getattr(options, name, value) for name, value in vars(defaults).items()}
+    if getattr(options, "cuda_graph_impl", None) not in (None, "none"):
+        raise ValueError(
+            f"cuda_graph_impl={options.cuda_graph_impl} is not supported with "
+            "offload_engine=slipstream because its copies would not be part of the graphs; set "
+            "offload_engine=megatron or cuda_graph_impl=none"
+        )
+    set_before_first_call(partial(select, OffloadConfig(**given)))
+
+
+def _make_manager(
+    config: OffloadConfig, backend: Backend, router: model_router.Router
+) -> model_router.RoutedManager:
+    is_native = config.offload_native == "auto"
+    arguments = (backend, config.policy_options(), rank(), config.offload_verify, is_native)
+    manager = model_router.RoutedManager(router, *arguments)
+    host_limit.join(manager.store.host_pool, config.offload_host_memory_limit_bytes)
+    manager.config = config
+    manager.engine.regions.flag = _region_flag()
+    return manager
+
+
+def _region_flag() -> Optional[RegionFlag]:
+    """Return Transformer Engine's flag that lets its modules' saved tensors move, or None."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        from megatron.core.extensions.transformer_engine import cpu_offload
+    except ImportError:
+        return None
+    return (
+        None
+        if cpu_offload is None
+        else RegionFlag(cpu_offload, "CPUOffloadEnabled", WITHOUT_WEIGHTS)
+    )
