@@ -243,6 +243,22 @@ def test_every_smaller_size_fits_and_the_next_one_does_not(name: str, field: str
         assert not fits(search, way, largest + step)
 
 
+@pytest.mark.parametrize("field", ["seq_length", "micro_batch_size"])
+def test_a_pattern_fits_as_far_as_the_same_transformer(field: str) -> None:
+    shape = llama(num_layers=4)
+    pattern = replace(shape, num_layers=8, layer_kinds=("*", "-") * 4)
+    step = 1 if field == "micro_batch_size" else 1024
+    gpt, hybrid = (finder(each, 60, 20, step=step, field=field) for each in (shape, pattern))
+    for way in (OFF, SELECTIVE, BUILT_IN):
+        assert hybrid.largest(way) == gpt.largest(way) > 0
+        size = gpt.largest(way)
+        assert hybrid.model(size).fixed(way).usage == gpt.model(size).fixed(way).usage
+        assert hybrid.model(size).fixed(way).step_ms == gpt.model(size).fixed(way).step_ms
+    # Each of its layers is a checkpoint of its own.
+    assert 0 < hybrid.largest(FULL) <= gpt.largest(FULL)
+    assert hybrid.largest(BUDGET) > hybrid.largest(BUILT_IN)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_budget_takes_what_any_way_takes_and_no_longer(name: str) -> None:
     search = finder(MODELS[name], 120, state_gib=20)
