@@ -236,6 +236,7 @@ def test_fp8_experts() -> None:
     _check(case, (*MOE_MODULES, "expert_fc2"), (2, 1, 2))
 
 
+HYBRID = replace(MOE, kind="hybrid", num_layers=8)
 PREDICTING = {"overrides": {**MOE.overrides, "mtp_num_layers": 2}}
 
 
@@ -245,12 +246,15 @@ PREDICTING = {"overrides": {**MOE.overrides, "mtp_num_layers": 2}}
     [
         {"num_layers": 12},
         {"num_layers": 6, "pattern": "*E*-*E/*E/*E", **PREDICTING},
+        {"num_layers": 12, "overrides": {**MOE.overrides, **RECIPES["tensorwise"]}},
     ],
-    ids=["attention, MLP, experts", "multi-token prediction"],
+    ids=["attention, MLP, experts", "multi-token prediction", "FP8"],
 )
 def test_hybrid(options: dict[str, Any]) -> None:
     case = ModelCase(**{**vars(MOE), "kind": "hybrid", **options})
     skip_without_model(case)
+    if case.overrides.get("fp8"):
+        skip_without_recipe(case.overrides)
     result = _check(case, MOE_MODULES, (2, 2, 1, 2))
     assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
 
@@ -286,15 +290,18 @@ def _sequence_parallel(case: ModelCase) -> ModelCase:
         (_sequence_parallel(DENSE), (2, 3, 2)),
         (_sequence_parallel(MOE), (2, 3, 2)),
         (ModelCase(**{**vars(DENSE), "cp": 2}), (2, 3, 2)),
+        (_sequence_parallel(HYBRID), (2, 3, 2)),
+        (replace(HYBRID, cp=2), (2, 3, 2)),
     ],
     ids=[
         *("PP2", "PP2 VPP2, one layer per chunk", "PP2, MoE", "EP2", "PP2 VPP2, MoE, timed"),
         *("TP2, sequence parallel", "TP2, sequence parallel, MoE", "CP2"),
+        *("TP2, sequence parallel, hybrid", "CP2, hybrid"),
     ],
 )
 def test_two_ranks(case: ModelCase, counts: tuple[int, ...]) -> None:
     modules = (*DENSE_MODULES, *MLP_MODULES, "output_layer")
-    if case.kind == "moe":
+    if case.has_experts:
         modules = (*MOE_MODULES, "expert_fc2", "output_layer")
     results = run_ranks(2, compare, case, modules, "cuda", counts, dict(MIN_NUMEL))
     print(*results, sep="\n")

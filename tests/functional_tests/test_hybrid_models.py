@@ -34,10 +34,15 @@ FULL = {
     "recompute_num_layers": 1,
 }
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
+CORE_ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 CASES: dict[str, tuple[ModelCase, dict[str, Any]]] = {
     "sync-free experts": (replace(HYBRID, sync_free_experts=True), {}),
     "EP2": (replace(HYBRID, ep=2), {}),
+    "TP2, dense": (replace(HYBRID, tp=2, pattern="*-"), {}),
+    "bf16, dropout": (replace(HYBRID, bf16=True, overrides=DROPOUT), {}),
+    "core attention recomputed": (replace(HYBRID, overrides=CORE_ATTENTION), {}),
     "EP2, sync-free experts": (replace(HYBRID, ep=2, sync_free_experts=True), {}),
     "PP2 VPP2, stages divided by |": (
         replace(HYBRID, pp=2, vpp=2, pattern="*-*E|*-*E|*E*-|*-*E", num_layers=16),
@@ -51,8 +56,9 @@ CASES: dict[str, tuple[ModelCase, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_the_same_with_the_engine(name: str) -> None:
     case, offload = CASES[name]
-    num_ranks, counts = max(case.pp, case.ep), (2, 4, 2) if case.pp > 1 else (1, 2, 2)
-    results = compare_on_ranks(num_ranks, case, MOE_MODULES, "cpu-lazy", counts, offload)
+    num_ranks, counts = max(case.pp, case.ep, case.tp), (2, 4, 2) if case.pp > 1 else (1, 2, 2)
+    modules = MOE_MODULES if case.has_experts else DENSE_MODULES
+    results = compare_on_ranks(num_ranks, case, modules, "cpu-lazy", counts, offload)
     assert [result.difference for result in results] == [None] * num_ranks
     for result in results:
         assert result.moved_bytes > 0
