@@ -46,14 +46,14 @@ config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2)
 OTHER_PROGRAMS = {
     *("bash", "cat", "cd", "conda", "docker", "echo", "exit", "export", "git", "kubectl", "ls"),
     *("megatron", "mkdir", "numactl", "nvidia-cuda-mps-control", "nvidia-smi", "pip", "py-spy"),
-    *("pyenv", "ray", "sbatch", "source", "srun", "sudo", "ulimit", "unset", "uv"),
+    *("pyenv", "ray", "sbatch", "source", "srun", "sudo", "true", "ulimit", "unset", "uv"),
 }
 OTHER_FLAGS = {
     *("--config", "--config-name", "--cpunodebind", "--cpuset-mems", "--custom-megatron-init-path"),
     *("--external_plugins", "--gpus", "--ipc", "--megatron_extra_kwargs", "--mem", "--mem-bind"),
     *("--membind", "--nnodes", "--no-build-isolation", "--no-deps", "--nproc-per-node", "--pid"),
     *("--rm", "--runtime-env-json", "--shm-size", "--standalone", "--stat", "--ulimit"),
-    "--wheel-dir",
+    *("--locked", "--wheel-dir"),
 }
 """Flags of other programs."""
 
