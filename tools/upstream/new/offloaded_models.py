@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron.slipstream.integration.cpu.cpu_only import install_cpu_shims
+from megatron.slipstream.patches.patching import undo
 
 KINDS = ("dense", "moe", "hybrid")
 _DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
@@ -63,6 +64,15 @@ def _initialize() -> None:
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel()
     destroy_moe_metrics_tracker()
+
+
+def finish() -> None:
+    """Undo the shims, which would change later tests, and close the process groups."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    undo("a machine without a GPU")
 
 
 def _config(kind: str, modules: Sequence[str], has_gpu: bool, options: dict[str, Any]) -> Any:

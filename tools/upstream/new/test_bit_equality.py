@@ -8,10 +8,16 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as facade
 from megatron.core.pipeline_parallel.offload_engine.select import deselect, select
-from offloaded_models import KINDS, MODULES, build, train
+from offloaded_models import KINDS, MODULES, build, finish, train
 
 from megatron.slipstream.fine_grained_activation_offload.engine_setup import host_limit
 from megatron.slipstream.options.fields import OffloadConfig
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shims_are_undone():
+    yield
+    finish()
 
 
 @pytest.fixture(autouse=True)

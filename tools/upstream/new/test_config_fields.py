@@ -3,7 +3,11 @@
 """Fields of TransformerConfig select the engine, and are checked when it is made."""
 
 import pytest
+import torch
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as facade
+from megatron.core.pipeline_parallel.offload_engine.select import deselect
 from megatron.core.transformer.transformer_config import TransformerConfig
+from offloaded_models import MODULES, build, finish, train
 
 from megatron.slipstream.patches import model_calls
 
@@ -43,3 +47,15 @@ def test_the_field_selects_the_engine_when_a_model_is_called() -> None:
 def test_a_wrong_value_is_an_error_that_names_it(options) -> None:
     with pytest.raises(ValueError, match=next(iter(options)).rpartition("_")[0]):
         make(offload_engine="slipstream", **options)
+
+
+def test_the_field_alone_offloads_and_changes_no_bit() -> None:
+    try:
+        expected = train(build("dense"))
+        options = {"offload_engine": "slipstream", "offload_backend": "cpu-lazy"}
+        found = train(build("dense", MODULES["dense"], offload_native="off", **options))
+        assert facade.PipelineOffloadManager.OFFLOAD_MGR.report.d2h_bytes > 0
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    finally:
+        deselect()
+        finish()

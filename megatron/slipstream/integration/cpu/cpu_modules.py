@@ -20,6 +20,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 
 from megatron.slipstream.packed_sequences.batch import context_parallel_positions
+from megatron.slipstream.patches.releases import is_since
 
 
 class PlainGroupedLinear(torch.nn.Module):
@@ -299,7 +300,7 @@ def local_hybrid_stack_spec(config: Any) -> Any:
     if config.num_moe_experts:
         layer = without_attention(submodules(config.num_moe_experts))
         more["moe_layer"] = ModuleSpec(module=MoETransformerLayer, submodules=layer)
-    if hasattr(HybridStackSubmodules, "mla_layer"):  # since 0.19
+    if is_since("0.19"):
         more["mla_layer"] = attention(is_latent=True)
     return ModuleSpec(
         module=HybridStack,
