@@ -28,6 +28,7 @@ from megatron.slipstream.estimate.model_shapes import (
     ModelShape,
     Parallelism,
 )
+from megatron.slipstream.estimate.saved_tensors import saved_tensors
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 
 H100 = find_speed("h100")
@@ -221,6 +222,16 @@ def test_what_runs_again_is_live_when_its_backward_runs(shape: ModelShape) -> No
         if stretch.phase == "backward" and shape.setting_of(max(0, stretch.layer)) == WHOLE:
             freed = stretch.live_bytes - plain[stretch.layer, stretch.part]
             assert freed <= 0
+
+
+@pytest.mark.parametrize("kind, name", [("*", "layer_input"), ("-", "attended")])
+def test_the_input_of_a_checkpoint_is_not_saved_again(kind: LayerKind, name: str) -> None:
+    shape = replace(LLAMA, num_layers=1, layer_kinds=(kind,), recompute_modules=WHOLE)
+    saved = saved_tensors(shape, 0, NOTHING).values()
+    nbytes = {tensor.name: tensor.nbytes for tensors in saved for tensor in tensors}
+    output = nbytes[name]
+    added = sum(stretch.live_bytes for stretch in iteration(shape) if stretch.phase == "rerun")
+    assert added == sum(nbytes.values()) - nbytes[name] + output
 
 
 def test_a_checkpoint_of_two_layers_runs_both_again_before_either_backward() -> None:
