@@ -106,6 +106,11 @@ class Source:
             return
         body = ast.parse(self.text).body
         imports = [s for s in body if isinstance(s, (ast.Import, ast.ImportFrom))]
+        for node in imports:
+            if isinstance(node, ast.ImportFrom) and node.module == module:
+                there = {ast.unparse(alias) for alias in node.names} | {names}
+                self.replace(node, node, f"from {module} import {', '.join(sorted(there))}\n")
+                return
         own = [s for s in imports if (getattr(s, "module", None) or "").startswith("megatron.")]
         later = [s for s in own if str(getattr(s, "module", "")) > module]
         if later:

@@ -148,6 +148,13 @@ def test_a_place_that_has_moved_is_an_error_that_names_it(source, change, name) 
     assert source.text == MODULE
 
 
+def test_imports_of_one_module_are_one_line(source: Source) -> None:
+    source.text = f"import torch\n\n{MODULE}"
+    for name in ("b", "a", "b"):
+        source.add_import("megatron.core.c", name)
+    assert source.text.splitlines()[:3] == ["import torch", "", "from megatron.core.c import a, b"]
+
+
 def test_patches_are_written_and_apply(checkout: Path, tmp_path: Path, series: list[Made]) -> None:
     clone = tmp_path / "clone"
     git(checkout, "clone", "--quiet", "--shared", str(checkout), str(clone))
