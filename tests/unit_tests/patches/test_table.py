@@ -90,6 +90,8 @@ def move(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_target_that_has_moved_is_an_error_and_not_one_that_needs_no_patch(
     patch: Patch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if patch in table.PEAKS and not patch.condition():
+        pytest.skip("this torch has no such statistics")
     fresh = replace(patch, unless="")  # The row itself may be applied.
     monkeypatch.setattr(patching, "installed_version", lambda: release_that_needs(patch))
     monkeypatch.setattr(preflight, "is_installed", lambda _: True)
