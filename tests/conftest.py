@@ -192,9 +192,12 @@ def _engine_is_uninstalled(_nothing_is_left_to_forks: None) -> Iterator[None]:
     install = sys.modules.get("megatron.slipstream.integration.install")
     if install is not None:
         install.uninstall()
-        # An attached model that a failed test left would have a share of later tests' memory.
-        for pool in install.host_limit.pools:
-            install.host_limit.leave(pool)
+    setup = sys.modules.get("megatron.slipstream.fine_grained_activation_offload.engine_setup")
+    if setup is not None:
+        # An attached model that a test left has a share of later tests' memory until it is
+        # collected; their plans are then made again, for more memory.
+        for pool in setup.host_limit.pools:
+            setup.host_limit.leave(pool)
     patching = sys.modules.get("megatron.slipstream.patches.patching")
     if patching is not None:
         for user in {user for change in patching._applied.values() for user in change.users}:
