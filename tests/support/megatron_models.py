@@ -81,7 +81,8 @@ def initialize(
         )
     if state_space_layers.has_them(case):
         state_space_layers.stand_in()
-    table.apply(Feature.FUSED_ROTATION)  # whichever engine, so that all have the right gradients
+    # Whichever engine, so that all have the right gradients and train at all.
+    table.apply(Feature.FUSED_ROTATION, Feature.EXPERT_METRICS)
     if case.is_packed:
         table.apply(Feature.PADDED_ROUTING)
     parallel_state.destroy_model_parallel()

@@ -213,6 +213,7 @@ IN_PLACE: Mapping[str, Union[Maker, str]] = {
     "check_expert_layout": "sync-free experts are not part of the series yet",
     "name_refusals": "our training script only",
     "report_all_layers": "main has the repair",
+    "record_in_range": "logging of experts is not part of the series",
     "finalize_through": "our training script only",
 }
 """For each row of the table the edit that it becomes, or why it becomes none."""

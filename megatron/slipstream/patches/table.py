@@ -35,6 +35,7 @@ class Feature(enum.Enum):
     PADDED_ROUTING = "packed sequences"
     PACKED_LAYER_GRAPHS = "packed sequences with `cuda_graph_impl=transformer_engine`"
     EXCHANGES_STAY = "capture of a chunk graph"
+    EXPERT_METRICS = "`./run train`, with any engine"
     TRAINING_ENTRY = "`./run train`"
 
 
@@ -294,6 +295,16 @@ REPORT_EXPERTS = Patch(
     (6748,),
     until="0.19",
 )
+METRICS = (
+    Patch(
+        f"{_CORE}.transformer.moe.moe_logging.MoEMetricsTracker.record",
+        _lazy("training_loop", "record_in_range"),
+        "a hybrid model whose further tokens have experts behind another letter ends in an error "
+        "in the first forward when auxiliary losses are logged",
+        since="0.20",
+        parameters=("self", "name", "value", "layer_number", "num_layers"),
+    ),
+)
 FINALIZE = Patch(
     f"{_LOOP}.finalize_model_grads",
     _lazy("training_loop", "finalize_through"),
@@ -314,6 +325,7 @@ TABLE: dict[Feature, tuple[Patch, ...]] = {
     Feature.PADDED_ROUTING: PADDING,
     Feature.PACKED_LAYER_GRAPHS: LAYER_CAPTURE,
     Feature.EXCHANGES_STAY: EXCHANGES,
+    Feature.EXPERT_METRICS: METRICS,
     Feature.TRAINING_ENTRY: (
         *(EVALUATE_FIRST, CHECK_EXPERTS, NAME_REFUSALS, REPORT_EXPERTS, FINALIZE),
     ),

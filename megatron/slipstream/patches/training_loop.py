@@ -145,6 +145,25 @@ def report_all_layers(args: Any, report: Callable[..., str]) -> Callable[..., st
     return report_all
 
 
+def record_in_range(record: Callable[..., None]) -> Callable[..., None]:
+    """Replace ``MoEMetricsTracker.record``: experts of further tokens count in the last entry.
+
+    A tracker has one entry for each further token, but routers of a hybrid model count the letters
+    of all of them. The entries' sum, which is reported, is the same wherever they are added.
+    """
+
+    @functools.wraps(record)
+    def record_one(
+        self: Any, name: str, value: Any, layer_number: Any, num_layers: int, *arguments: Any,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        if layer_number is not None:
+            layer_number = min(layer_number, num_layers)
+        record(self, name, value, layer_number, num_layers, *arguments, **options)
+
+    return record_one
+
+
 class _Heard(io.TextIOBase):
     """Passes text on, and remembers the last line."""
 

@@ -171,7 +171,7 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
     from megatron.slipstream.integration.entry import providers
 
     # Also with the engine off, so that the two can be compared.
-    table.apply(Feature.FUSED_ROTATION, Feature.SYNC_FREE_DISPATCH)
+    table.apply(Feature.FUSED_ROTATION, Feature.SYNC_FREE_DISPATCH, Feature.EXPERT_METRICS)
     manager = None
     if offloads_with_our_engine(args):
         # RunFiles below writes the files, with the figures of all ranks.
