@@ -124,6 +124,7 @@ def _close_groups() -> None:
 
 
 def _has_cuda_graphs() -> bool:
+    gc.unfreeze()  # Frozen objects, which an earlier file may have left, are not listed.
     gc.collect()
     return any(type(value) is torch.cuda.CUDAGraph for value in gc.get_objects())
 
