@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as facade
@@ -36,6 +38,14 @@ def test_offloading_changes_no_bit(kind: str, native: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert manager.report.d2h_bytes > 0
     assert {name for name in MODULES[kind] if manager.report.modules[name].d2h_bytes}
+
+
+@pytest.mark.parametrize("mark", ["start_on", "end_on"])
+def test_marks_of_layers_reach_the_engine(mark: str) -> None:
+    manager = select(OffloadConfig(offload_backend="cpu", offload_native="off"))
+    with patch.object(manager, mark, wraps=getattr(manager, mark)) as seen:
+        train(build("dense", MODULES["dense"]))
+    assert {call.args[1] for call in seen.call_args_list} >= set(MODULES["dense"])
 
 
 def test_deselecting_gives_marks_to_the_built_in_engine() -> None:
