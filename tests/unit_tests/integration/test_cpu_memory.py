@@ -9,6 +9,7 @@ import gc
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 
 KIB = 1024
@@ -72,6 +73,14 @@ def test_host_buffers_are_excluded_for_good() -> None:
         del device
         assert meter.allocated_bytes == 0
         del host
+
+
+def test_host_memory_of_a_backend_does_not_count() -> None:
+    with DeviceMemoryMeter() as meter:
+        host = CpuBackend().allocate_host(KIB)
+        host.fill_(1)
+        host[: KIB // 2].copy_(host[KIB // 2 :])
+        assert meter.peak_bytes == 0
 
 
 def test_moving_saved_tensors_to_the_host_lowers_the_peak() -> None:
