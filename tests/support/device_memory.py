@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Measures device memory on a GPU that other processes may share."""
+"""Device memory: what else uses a GPU, and copies that a meter of the CPU does not count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron.slipstream.fine_grained_activation_offload.backend import page_aligned
 from megatron.slipstream.plan.render import format_bytes
+
+
+def host_clone(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a CPU tensor into memory that a ``DeviceMemoryMeter`` takes for host memory."""
+    memory = page_aligned(tensor.nbytes)
+    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from budgeted_training import heard
+from device_memory import host_clone
 from tiny_gpt import (
     ModelCase,
     build_chunks,
@@ -138,8 +139,7 @@ def train_exhausted(
                 patch.object(rescue, "ForwardState", wraps=rescue.ForwardState) as states,
             ):
                 for step in train_steps(case, model_config, chunks, counts):
-                    with manager.store.backend.meter.excluded():
-                        result.results.append([tensor.clone() for tensor in step])
+                    result.results.append([host_clone(tensor) for tensor in step])
                     result.assignments.append(layer_settings.assignment_of([chunk]))
                     result.peak_bytes.append(manager.store.backend.peak_bytes(PEAK))
                     del step

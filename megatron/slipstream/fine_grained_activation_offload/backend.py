@@ -83,9 +83,6 @@ class MemoryMeter(Protocol):
     def reset_peak(self) -> None:
         """Start a new peak."""
 
-    def excluded(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which new storages are host memory, which is not counted."""
-
 
 class GradientWatch(Protocol):
     """Tracks the gradients of the models being trained."""

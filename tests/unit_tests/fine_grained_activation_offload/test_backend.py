@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -118,16 +115,8 @@ class FakeMeter:
     allocated_bytes = 10
     peak_bytes = 20
 
-    def __init__(self) -> None:
-        self.num_exclusions = 0
-
     def reset_peak(self) -> None:
         self.peak_bytes = self.allocated_bytes
-
-    @contextlib.contextmanager
-    def excluded(self) -> Iterator[None]:
-        self.num_exclusions += 1
-        yield
 
 
 def test_memory_is_known_only_with_a_meter() -> None:
@@ -149,16 +138,6 @@ def test_a_peak_goes_on_where_the_meters_begins_again() -> None:
     meter.peak_bytes = 40
     assert backend.peak_bytes() == 40
     assert (backend.begin_peak(), backend.peak_bytes()) == (10, 10)
-
-
-@pytest.mark.parametrize("backend_type", [CpuBackend, LazyCpuBackend], ids=lambda kind: kind.name)
-def test_host_buffers_are_kept_out_of_the_meter(backend_type: type[CpuBackend]) -> None:
-    backend = backend_type()
-    backend.meter = meter = FakeMeter()
-    backend.allocate_device(NBYTES, CPU)
-    assert meter.num_exclusions == 0
-    backend.allocate_host(NBYTES)
-    assert meter.num_exclusions == 1
 
 
 # cpu-lazy: a copy runs when something waits for it.

@@ -6,10 +6,15 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
+from device_memory import host_clone
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
+    CpuBackend,
+    LazyCpuBackend,
+)
 from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 
 KIB = 1024
@@ -62,25 +67,16 @@ def test_a_new_storage_at_an_old_address_counts_again() -> None:
             assert meter.allocated_bytes == 0
 
 
-def test_host_buffers_are_excluded_for_good() -> None:
+@pytest.mark.parametrize("backend_type", [CpuBackend, LazyCpuBackend], ids=lambda kind: kind.name)
+def test_host_memory_of_a_backend_does_not_count(backend_type: type[CpuBackend]) -> None:
     with DeviceMemoryMeter() as meter:
-        with meter.excluded():
-            host = torch.zeros(FLOATS_PER_KIB)
+        host = backend_type().allocate_host(KIB).view(torch.float32)
         device = torch.ones(FLOATS_PER_KIB)
         host.copy_(device)
-        host.view(-1)[:8].zero_()
-        assert meter.allocated_bytes == KIB
+        host[:8].zero_()
+        assert meter.peak_bytes == KIB
         del device
         assert meter.allocated_bytes == 0
-        del host
-
-
-def test_host_memory_of_a_backend_does_not_count() -> None:
-    with DeviceMemoryMeter() as meter:
-        host = CpuBackend().allocate_host(KIB)
-        host.fill_(1)
-        host[: KIB // 2].copy_(host[KIB // 2 :])
-        assert meter.peak_bytes == 0
 
 
 def test_moving_saved_tensors_to_the_host_lowers_the_peak() -> None:
@@ -91,15 +87,11 @@ def test_moving_saved_tensors_to_the_host_lowers_the_peak() -> None:
         weight = torch.full((floats,), 0.5, requires_grad=True)
         with DeviceMemoryMeter() as meter:
 
-            def pack(tensor: torch.Tensor, meter: DeviceMemoryMeter = meter) -> torch.Tensor:
-                with meter.excluded():
-                    return tensor.clone()
-
             def keep(tensor: torch.Tensor) -> torch.Tensor:
                 return tensor
 
             value = torch.ones(floats)
-            with saved_tensors_hooks(pack if offload else keep, torch.clone):
+            with saved_tensors_hooks(host_clone if offload else keep, torch.clone):
                 for _ in range(num_layers):
                     value = torch.sin(value * weight)
             value.sum().backward()

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections.abc import Iterator
@@ -26,8 +25,8 @@ class DeviceMemoryMeter(TorchDispatchMode):
 
     Use as a context manager: every storage that an operation creates inside it counts until it is
     freed, once regardless of how many tensors view it. Storages that existed before do not count.
-    Memory that represents the *host* (an engine's staging buffers) is allocated under
-    :meth:`excluded`.
+    Memory that represents the *host* (an engine's staging buffers) does not count either, since no
+    operation of torch creates it.
 
     Limitations: counts only the thread that entered it (autograd on the CPU runs there as well). A
     storage that is resized in place keeps its first size, unless :meth:`note_size` is called.
@@ -39,7 +38,6 @@ class DeviceMemoryMeter(TorchDispatchMode):
         super().__init__()
         # Storages by identity. A weak reference keeps its callback but not the storage alive.
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._exclude_new = 0
         self._allocated_bytes = 0
         self._peak_bytes = 0
         self._gloo_holds = False
@@ -63,15 +61,6 @@ class DeviceMemoryMeter(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Reset the peak to the bytes currently live."""
         self._peak_bytes = self._allocated_bytes
-
-    @contextlib.contextmanager
-    def excluded(self) -> Iterator[None]:
-        """Never count storages created in this context: they represent host memory."""
-        self._exclude_new += 1
-        try:
-            yield
-        finally:
-            self._exclude_new -= 1
 
     def note_size(self, storage: torch.UntypedStorage) -> None:
         """Update the size of a storage that was resized in place."""
@@ -109,11 +98,11 @@ class DeviceMemoryMeter(TorchDispatchMode):
     def _see(self, output: torch.Tensor, args: Any, kwargs: Any) -> None:
         """Count the storage of an operation's result unless it was passed to the operation.
 
-        So storages that are excluded or existed before are never counted later.
+        So storages that existed before, or that no operation created, are never counted later.
         """
         key = memory_of(output)
-        # The third saves the search below.
-        if key is None or self._exclude_new or key in self._live:
+        # The second saves the search below.
+        if key is None or key in self._live:
             return
         if key in _storage_keys((*args, *kwargs.values())):
             return
