@@ -16,7 +16,6 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
-from megatron_models import use_gpu
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 
@@ -29,7 +28,7 @@ def imitated_layer_graphs() -> Iterator[None]:
 
     With a GPU nothing changes: the graphs are those of Transformer Engine.
     """
-    if use_gpu():
+    if torch.cuda.is_available():
         yield
         return
     from megatron.core.transformer import cuda_graphs, transformer_layer
@@ -115,13 +114,14 @@ class _Graph:
         """The captured function once more, on the static inputs."""
         from megatron.core.transformer import cuda_graphs
 
-        from megatron.slipstream.integration.graphs import layers
+        from megatron.slipstream.integration.graphs.layer_copies import LayerCopies
 
         with (
             torch.enable_grad(),
             patch.object(cuda_graphs, "_IS_GRAPH_CAPTURING", True),
-            patch.object(layers, "_engine_of", lambda _: None),
-            patch.object(self.layer, "_mask_now", None),  # A graph has what was captured.
+            patch.object(LayerCopies, "engine_of", lambda *_: None),
+            # A graph has what was captured.
+            patch.object(self.layer, "_mask_now", None, create=True),
             _nothing_moves(),
         ):
             return tuple(self.layer._te_cuda_graph_capture(self.hidden, **self.kwargs))
@@ -129,9 +129,10 @@ class _Graph:
 
 @contextlib.contextmanager
 def _nothing_moves() -> Iterator[None]:
-    from megatron.slipstream.integration import install
+    from megatron.slipstream.integration.seam import model_router
 
-    with install.suspended():
+    manager = model_router.installed()
+    with contextlib.nullcontext() if manager is None else manager.suspended():
         yield
 
 

@@ -169,7 +169,7 @@ def _replay(rank: int, world_size: int, port: int) -> Any:
                     layer(x, attention_mask=_mask(x))
                 layer.cuda_graphs = []
         without, with_copies = handed_on[: len(layers)], handed_on[len(layers) :]
-        events = [layer._graph_event for layer in layers]
+        events = [layer.graph_copies.event for layer in layers]
         streams = {id(options["cuda_graph_stream"]) for options in with_copies}
         are_theirs = [
             options["cuda_graph_event"] is event
@@ -293,7 +293,8 @@ def _uses(rank: int, world_size: int, port: int) -> list[tuple[Any, ...]]:
                 for one in undo[use]:
                     one()
                 left.remove(use)
-                seen = {name for name in begin_use if getattr(layer, name, False)}
+                uses = {"offloads": "graph_copies", "packed": "packed"}
+                seen = {name for name in begin_use if getattr(layer, uses[name], None)}
                 is_own = type(layer) is own_class
                 deleted = graph.reset.call_count == 1 and layer.cuda_graphs == []
                 found.append((use, left == seen, is_own == (not left), deleted))

@@ -2,10 +2,6 @@
 
 """Layers that offload activations inside Transformer Engine's CUDA graphs.
 
-Transformer Engine captures the forward and the backward of each layer as graphs. The layers here
-notify the engine where each graph begins and ends, and replay them on a separate stream, so that
-work after a graph waits only for its computation, not for its last copies.
-
 They replace megatron-core's layers in the model's spec:
 
     spec = with_graph_offloading(get_gpt_decoder_block_spec(config, use_transformer_engine=True))
@@ -17,27 +13,27 @@ module when their model is first called with gradients, before any capture.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
-from megatron.slipstream.fine_grained_activation_offload.graph_capture import (
-    ONE_SIZE,
-    GraphedLayer,
-    GraphId,
+from megatron.slipstream.integration.graphs.layer_copies import (
+    FindEngine,
+    LayerCopies,
+    enable_offload,
+    offload_layers,
 )
-from megatron.slipstream.integration.graphs.goals import warn_of_untimed_plan
-from megatron.slipstream.integration.seam import compat, model_router
-from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
-from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
+from megatron.slipstream.integration.seam.layer_classes import convert
 from megatron.slipstream.integration.seam.specs import replace_classes
-from megatron.slipstream.options import preflight
 from megatron.slipstream.options.model import graphed_modules
-from megatron.slipstream.options.rules import require
-from megatron.slipstream.patches.releases import is_since
+from megatron.slipstream.patches.graph_calls import (
+    captures_copies,
+    notes_replay,
+    replays_beside_copies,
+)
 
 if TYPE_CHECKING:
     from megatron.slipstream.integration.graphs.packed_layers import PackedLayers
@@ -52,15 +48,10 @@ class GraphedMixin(torch.nn.Module):
     config: Any
     layer_number: int
     cuda_graphs: list[Any]
-    offloads = False
-    """Whether it notifies the engine of its captures and replays."""
-    find_engine: Optional[Callable[[], model_router.RoutedManager]] = None
-    """Returns the layer's engine; set when the model is first called with gradients."""
+    graph_copies: Optional[LayerCopies] = None
+    """Notifies the engine of its captures and replays; None if it does not offload in them."""
     packed: Optional[PackedLayers] = None
     """The layers of its chunk in graphs of packed sequences; None if it does not support them."""
-    _vp_stage = 0
-    _graph_event: Optional[torch.cuda.Event] = None
-    """Recorded in each graph of the layer once only copies remain."""
     _inputs_now: Optional[Mapping[str, torch.Tensor]] = None
     """Static inputs of the running replay."""
     _mask_now: Optional[torch.Tensor] = None
@@ -72,25 +63,12 @@ class GraphedMixin(torch.nn.Module):
         parts = graphed_modules(self.config)
         return not parts or "attn" in parts
 
-    def enable_offload(self, vp_stage: int) -> None:
-        """Make this layer of model chunk ``vp_stage`` notify the engine of its captures."""
-        self.offloads, self._vp_stage, self._graph_event = True, vp_stage, None
-        compat.unmark_norms_at_graph_edges(self)
-
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Run the layer's own forward; the first calls record the arguments to capture."""
         if self.packed is not None and self.training and torch.is_grad_enabled():
             hidden = arguments[0] if arguments else options["hidden_states"]
             self.packed.learn(self, hidden, _without_hidden(options))
         return super().forward(*arguments, **options)
-
-    def _set_offload_modules(self) -> None:
-        if isinstance(self, MambaLayer):
-            return  # It has no offload marks.
-        super()._set_offload_modules()  # type: ignore[misc]
-        # Disable megatron-core's own event records and waits: ours surround the whole layer, in
-        # every release, whichever part of it is captured.
-        self.offload_module_in_cuda_graph = False
 
     def _should_call_te_cudagraph(self, *arguments: Any, **options: Any) -> bool:
         is_graphed = super()._should_call_te_cudagraph(*arguments, **options)  # type: ignore[misc]
@@ -107,31 +85,9 @@ class GraphedMixin(torch.nn.Module):
 
     # Capture
 
+    @captures_copies
     def _te_cuda_graph_capture(self, *arguments: Any, **inputs: Any) -> Any:
-        manager = _engine_of(self)
-        if manager is None:
-            return self._run_captured(*arguments, **inputs)
-        with model_router.marks_go_to(manager):
-            if manager.store.backend.is_capturing():
-                return self._capture(manager, *arguments, **inputs)
-            # Transformer Engine is warming up: copies would be useless.
-            open_graphs(self)
-            with manager.suspended():
-                outputs = self._run_captured(*arguments, **inputs)
-            manager.graphs.reserve()
-            return outputs
-
-    def _capture(self, manager: model_router.RoutedManager, *arguments: Any, **inputs: Any) -> Any:
-        if self._graph_event is None:
-            self._graph_event = torch.cuda.Event(external=True)
-        record = self._graph_event.record
-        tensors = [item for item in (*arguments, *inputs.values()) if torch.is_tensor(item)]
-        graphed = manager.graphs.begin_forward(self._vp_stage, self.layer_number, tensors)
-        try:
-            outputs = tuple(self._run_captured(*arguments, **inputs))
-        finally:
-            manager.graphs.end_forward(record)
-        return _mark_backward(outputs, manager, graphed, record)
+        return self._run_captured(*arguments, **inputs)
 
     def _run_captured(self, *arguments: Any, **inputs: Any) -> Any:
         """Run what the graph contains, with the arguments that its static inputs stand for."""
@@ -147,28 +103,12 @@ class GraphedMixin(torch.nn.Module):
 
     # Replay
 
-    @property
-    def _set_now(self) -> tuple[int, int]:
-        """Number and context-parallel size of the graphs that the current micro-batch replays."""
-        if self.packed is not None and self.packed.is_captured:
-            return self.packed.number, self.packed.size
-        return getattr(self, "current_microbatch", 0) % len(self.cuda_graphs), ONE_SIZE
-
+    @notes_replay
     def _te_cuda_graph_replay(self, *arguments: Any, **options: Any) -> Any:
         replay = super()._te_cuda_graph_replay  # type: ignore[misc]
         if self.packed is None or not self.packed.is_captured:
-            outputs = replay(*arguments, **options)
-        else:
-            outputs = self._replay_packed(self.packed, replay, *arguments, **options)
-        manager = _engine_of(self)
-        if manager is not None:
-            graph = GraphId(self._vp_stage, self.layer_number, *self._set_now)
-            manager.graphs.note_replay(graph)
-            # Copies may be delayed until the next graph launch (delay_offload_until_cuda_graph):
-            # none follows the last graph.
-            if manager.graphs.is_last(self._vp_stage, self.layer_number):
-                manager.flush_delayed_groups()
-        return outputs
+            return replay(*arguments, **options)
+        return self._replay_packed(self.packed, replay, *arguments, **options)
 
     def _replay_packed(
         self, packed: PackedLayers, replay: Callable[..., Any], *arguments: Any, **options: Any
@@ -185,19 +125,14 @@ class GraphedMixin(torch.nn.Module):
         finally:
             self._inputs_now = self._mask_now = None
 
+    @replays_beside_copies
     def _get_te_cuda_graph_replay_args(
         self, *arguments: Any, **options: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         positional, named = super()._get_te_cuda_graph_replay_args(  # type: ignore[misc]
             *arguments, **options
         )
-        named = {**named, **(self._inputs_now or {})}
-        manager = _engine_of(self)
-        # All graphs or none: they share memory, so one stream must order them.
-        if manager is not None and manager.graphs.moves_anything:
-            named["cuda_graph_stream"] = manager.cuda_graph_stream
-            named["cuda_graph_event"] = self._graph_event
-        return positional, named
+        return positional, {**named, **(self._inputs_now or {})}
 
 
 class _OffloadsFromTheStart(GraphedMixin):
@@ -205,7 +140,7 @@ class _OffloadsFromTheStart(GraphedMixin):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.enable_offload(options.get("vp_stage") or 0)
+        enable_offload(self, options.get("vp_stage") or 0)
 
 
 class GraphOffloadTransformerLayer(_OffloadsFromTheStart, TransformerLayer):
@@ -232,9 +167,7 @@ def with_graph_offloading(spec: Any) -> Any:
     )
 
 
-def offload_in_graphs(
-    chunk: torch.nn.Module, find_engine: Callable[[], model_router.RoutedManager]
-) -> list[Callable[[], None]]:
+def offload_in_graphs(chunk: torch.nn.Module, find_engine: FindEngine) -> list[Callable[[], None]]:
     """Make the layers of a model chunk that is not captured yet offload inside their graphs.
 
     Each layer gets a class derived from its own, whichever framework built it.
@@ -242,129 +175,9 @@ def offload_in_graphs(
     Returns:
         Functions that undo the change.
     """
-    stage = getattr(chunk, "vp_stage", None) or 0
-    undo: list[Callable[[], None]] = []
-    for layer in chunk.modules():
-        if not isinstance(layer, (TransformerLayer, MambaLayer)):
-            continue
-        undo.append(convert(layer, GraphedMixin))
-        if not layer.offloads:
-            marks = {name: vars(layer)[name] for name in _MARKS if name in vars(layer)}
-            if is_since("0.19"):
-                layer._set_offload_modules()
-            layer.enable_offload(stage)
-            undo.append(undo_on(layer, functools.partial(_disable_offload, marks)))
-        layer.find_engine = find_engine
-        undo.append(undo_on(layer, _leave_engine))
-    return undo
-
-
-_MARKS = ("offload_attn_norm", "offload_mlp_norm", "offload_module_in_cuda_graph")
-"""Attributes of a layer that depend on whether it offloads in its graphs."""
-
-
-def _disable_offload(marks: Mapping[str, Any], layer: Any) -> None:
-    layer.offloads = False
-    vars(layer).update(marks)
-
-
-def _leave_engine(layer: Any) -> None:
-    delete_graphs([layer])  # They copy to host memory of the engine.
-    layer.find_engine = None
-
-
-def delete_graphs(layers: Iterable[Any]) -> None:
-    """Delete the graphs of layers, which run eagerly until they are captured again."""
-    for layer in layers:
-        graphs = getattr(layer, "cuda_graphs", None)
-        if not graphs:
-            continue
-        finish_replays()
-        for graph in graphs:
-            if hasattr(graph, "reset"):  # since Transformer Engine 2.10
-                graph.reset()
-        layer.cuda_graphs, layer.cuda_graph_manual_hooks = [], []
-
-
-def finish_replays() -> None:
-    """Wait until no graph runs, before what graphs use is freed."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # H2
-
-
-def open_graphs(
-    layer: Any, num_sets: Optional[Sequence[int]] = None
-) -> Optional[model_router.RoutedManager]:
-    """Prepare the engine for graph capture; do nothing if it is already prepared.
-
-    Args:
-        layer: A layer of the model.
-        num_sets: Number of sets of graphs of each model chunk, which micro-batches use in turn.
-            None: each micro-batch has its own graphs.
-
-    Returns:
-        The engine of the model, or None if it has none.
-
-    Raises:
-        ValueError: The installed packages cannot capture copies.
-    """
-    manager = _engine_of(layer)
-    if manager is not None and not manager.graphs.is_open:
-        require(preflight.check_graphs(preflight.collect()))
-        manager.engine.lifecycle.read_times()  # The device is idle: a capture begins.
-        warn_of_untimed_plan(manager.engine)
-        manager.graphs.open(manager.plan, num_sets)
-    return manager
-
-
-def _engine_of(layer: Any) -> Optional[model_router.RoutedManager]:
-    """Return the engine of the layer's model, or None if it has none."""
-    if not (layer.offloads and layer.config.fine_grained_activation_offloading):
-        return None
-    current, find = model_router.installed(), layer.find_engine
-    return current if current is None or find is None else find()
-
-
-class _BackwardGraph(torch.autograd.Function):
-    """Identity whose backward is the first operation in the layer's backward graph."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        manager: PipelineOffloadManager,
-        graphed: GraphedLayer,
-        record: Any,
-    ) -> torch.Tensor:
-        ctx.captured = (manager.graphs, graphed, record)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        graphs, graphed, record = ctx.captured
-        graphs.begin_backward(graphed)
-        # Runs after the last backward operation is captured, whichever it is.
-        torch.autograd.Variable._execution_engine.queue_callback(
-            lambda: graphs.end_backward(record)
-        )
-        return grad_outputs[0], None, None, None
-
-
-def _mark_backward(
-    outputs: tuple[Any, ...],
-    manager: PipelineOffloadManager,
-    graphed: GraphedLayer,
-    record: Any,
-) -> tuple[Any, ...]:
-    """Mark the beginning of backward on the first output that requires a gradient.
-
-    Its node is created last, so autograd runs it before all other ready nodes.
-    """
-    for index, output in enumerate(outputs):
-        if torch.is_tensor(output) and output.requires_grad:
-            marked = _BackwardGraph.apply(output, manager, graphed, record)
-            return (*outputs[:index], marked, *outputs[index + 1 :])
-    return outputs
+    layers = [one for one in chunk.modules() if isinstance(one, (TransformerLayer, MambaLayer))]
+    undo = [convert(layer, GraphedMixin) for layer in layers]
+    return undo + offload_layers(layers, getattr(chunk, "vp_stage", None) or 0, find_engine)
 
 
 def _with_hidden(

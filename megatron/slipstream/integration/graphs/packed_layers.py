@@ -51,12 +51,12 @@ from megatron.slipstream.graphs.static_arguments import (
     TensorFacts,
 )
 from megatron.slipstream.integration.graphs.cp_sizes import sizes_of
-from megatron.slipstream.integration.graphs.layers import (
-    GraphedMixin,
+from megatron.slipstream.integration.graphs.layer_copies import (
     delete_graphs,
     finish_replays,
     open_graphs,
 )
+from megatron.slipstream.integration.graphs.layers import GraphedMixin
 from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables, constant_arguments
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
 from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
