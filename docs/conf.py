@@ -100,12 +100,12 @@ class _OthersModules(set[str]):
 
 def _version() -> str:
     """Read from the source: importing the package is not needed for anything else."""
-    package = (ROOT / "megatron" / "slipstream" / "__init__.py").read_text(encoding="utf-8")
+    package = (ROOT / "megatron" / "slipstream" / "version.py").read_text(encoding="utf-8")
     for statement in ast.parse(package).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id="__version__")], value=ast.Constant(value=found)):
                 return str(found)
-    raise ValueError("megatron/slipstream/__init__.py has no __version__")
+    raise ValueError("megatron/slipstream/version.py has no __version__")
 
 
 _LINK = re.compile(r"\]\(([^)\s:#]+?)/?\)")

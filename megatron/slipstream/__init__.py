@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron.slipstream.notices import silence_if_asked
+from megatron.slipstream.version import __version__ as __version__
 
 # For type checkers and editors, which do not run __getattr__. They take only names with `as` for
 # public ones.
@@ -60,8 +61,6 @@ if TYPE_CHECKING:
         OffloadOptions as OffloadOptions,
         TileOptions as TileOptions,
     )
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "OffloadConfig": "options.fields",

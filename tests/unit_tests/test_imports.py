@@ -51,7 +51,7 @@ WITHIN_INTEGRATION = (
 )
 """The rooms of ``integration/``, in the same order."""
 
-SHARED = frozenset({"launcher", "__version__"})
+SHARED = frozenset({"launcher", "version"})
 """Top-level modules that every file may import."""
 
 OF_THE_MACHINE = tuple(

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from megatron.slipstream import __version__
+from megatron.slipstream.version import __version__
 
 if TYPE_CHECKING:
     from megatron.slipstream.doctor.checks import Row

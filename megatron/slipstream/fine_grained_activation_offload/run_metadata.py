@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from megatron.slipstream import __version__
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.fields import OffloadConfig
+from megatron.slipstream.version import __version__
 
 MODEL_SETTINGS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_experts", "seq_length"),

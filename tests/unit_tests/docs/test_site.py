@@ -23,7 +23,7 @@ from doc_pages import PAGES, ROOT
 pytest.importorskip("sphinx")
 pytest.importorskip("furo")
 
-PACKAGE = '"""A package."""\n\n__version__ = "1.2.3"\n'
+VERSION = '"""The version."""\n\n__version__ = "1.2.3"\n'
 MODULE = '''"""A module."""
 
 LIMIT: int = 3
@@ -79,7 +79,8 @@ def build(
         "docs/conf.py": re.sub(
             r"^NAVIGATION = \{.*?^\}\n", NAVIGATION, settings, flags=re.M | re.S
         ),
-        "megatron/slipstream/__init__.py": PACKAGE,
+        "megatron/slipstream/__init__.py": '"""A package."""\n',
+        "megatron/slipstream/version.py": VERSION,
         "megatron/slipstream/module.py": MODULE,
         **(changes or {}),
     }
