@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from typing import Optional
 
-from megatron.slipstream import __version__
 from megatron.slipstream.cli_plan.options import add_plan
 from megatron.slipstream.doctor.main import add_doctor
 from megatron.slipstream.launcher import INTERRUPTED
 from megatron.slipstream.options.rules import nearest_flags
 from megatron.slipstream.report_page.main import add_report
+from megatron.slipstream.version import __version__
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -55,11 +55,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_report(commands)
-    add_plan(commands)
+    add_plan(commands, _plan)
     add_doctor(commands)
     for command in commands.choices.values():
         command.set_defaults(parser=command)
     return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+    # Imported when it runs, so that the other commands start without it.
+    from megatron.slipstream.cli_plan.main import show_plan
+
+    return show_plan(options)
 
 
 if __name__ == "__main__":

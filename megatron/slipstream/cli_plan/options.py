@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -199,8 +200,11 @@ UNTIMED = (
 """Options that apply only without recorded times."""
 
 
-def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the sub-command, whose modules are imported when it runs."""
+def add_plan(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    run: Callable[[argparse.Namespace], int],
+) -> None:
+    """Add the sub-command, which ``run`` carries out."""
     plan = commands.add_parser(
         "plan",
         help="plan a recorded iteration, or an estimated one; predict its time and memory",
@@ -255,13 +259,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         for given in options:
             given.add_to(group)
     hint = "; put megatron's flags after '--'"
-    plan.set_defaults(run=_run, typed={}, hint_for_unknown=hint)
-
-
-def _run(options: argparse.Namespace) -> int:
-    from megatron.slipstream.cli_plan.main import show_plan
-
-    return show_plan(options)
+    plan.set_defaults(run=run, typed={}, hint_for_unknown=hint)
 
 
 def _add_search(searched: argparse._MutuallyExclusiveGroup) -> None:

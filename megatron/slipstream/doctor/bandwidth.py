@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 import os
+from typing import Union
 
 import torch
 
-from megatron.slipstream.doctor.facts import Gpu
 from megatron.slipstream.fine_grained_activation_offload import copy_rates
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
@@ -23,25 +23,24 @@ NUM_ROUNDS = 20
 """
 
 
-def measure(gpu: Gpu, cpus: frozenset[int]) -> Gpu:
-    """Measure a GPU's bandwidth; return the GPU with the bandwidth or the error.
+def measure(number: int, cpus: frozenset[int]) -> Union[Bandwidth, str]:
+    """Measure a GPU's bandwidth; return it, or the error in one line.
 
     Host memory is allocated on the node where the process runs, so the process moves to the GPU's
     node during the measurement.
 
     Args:
-        gpu: The GPU, without bandwidth.
+        number: The GPU, as torch numbers it.
         cpus: CPUs of the GPU's node on which the process may run; if empty, it is not moved.
     """
     before = os.sched_getaffinity(0)
     if cpus:
         os.sched_setaffinity(0, cpus)
     try:
-        with torch.cuda.device(gpu.number):
-            return gpu._replace(bandwidth=measure_bandwidth(CudaBackend()))
+        with torch.cuda.device(number):
+            return measure_bandwidth(CudaBackend())
     except (RuntimeError, MemoryError) as error:
-        text = str(error).partition("\n")[0] or type(error).__name__
-        return gpu._replace(bandwidth_error=text)
+        return str(error).partition("\n")[0] or type(error).__name__
     finally:
         os.sched_setaffinity(0, before)
 

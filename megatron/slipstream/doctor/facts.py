@@ -117,10 +117,10 @@ def collect(
     nodes, cpus = cpus_of_nodes(root), frozenset(os.sched_getaffinity(0))
     gpus = _gpus_of_torch(torch, root) if torch is not None and torch.cuda.is_available() else ()
     if measures and gpus:
-        from megatron.slipstream.doctor.bandwidth import measure
-
-        beside = (cpus if gpu.node is None else cpus & nodes[gpu.node] for gpu in gpus)
-        gpus = tuple(map(measure, gpus, beside))
+        gpus = tuple(
+            with_bandwidth(gpu, cpus if gpu.node is None else cpus & nodes[gpu.node])
+            for gpu in gpus
+        )
     facts = MachineFacts(
         *(process, environment, ranks_per_host, command, measures),
         torch_cuda=torch and torch.version.cuda,
@@ -150,6 +150,16 @@ def _torch() -> tuple[Any, Optional[str]]:
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         return None, None if is_missing else f"{type(error).__name__}: {error}"
+
+
+def with_bandwidth(gpu: Gpu, cpus: frozenset[int]) -> Gpu:
+    """Measure a GPU's bandwidth from ``cpus``; return the GPU with it or with the error."""
+    from megatron.slipstream.doctor.bandwidth import measure  # imports torch
+
+    found = measure(gpu.number, cpus)
+    if isinstance(found, str):
+        return gpu._replace(bandwidth_error=found)
+    return gpu._replace(bandwidth=found)
 
 
 def _patches() -> dict[str, Optional[str]]:

@@ -15,6 +15,7 @@ from doctor_facts import gpu
 from timed_backend import TimedBackend
 
 from megatron.slipstream.doctor import bandwidth
+from megatron.slipstream.doctor.facts import with_bandwidth
 from megatron.slipstream.plan.trace import Bandwidth
 
 
@@ -104,7 +105,7 @@ def test_what_keeps_copies_from_being_measured_is_told(
 ) -> None:
     backend = kind()
     monkeypatch.setattr(bandwidth, "CudaBackend", lambda: backend)
-    measured = bandwidth.measure(gpu(0, 0)._replace(bandwidth=None), frozenset())
+    measured = with_bandwidth(gpu(0, 0)._replace(bandwidth=None), frozenset())
     assert measured.bandwidth is None
     assert measured.bandwidth_error is not None
     assert error in measured.bandwidth_error
@@ -124,7 +125,7 @@ def test_the_process_runs_beside_the_gpu_meanwhile(monkeypatch: pytest.MonkeyPat
             return super().allocate_host(nbytes)
 
     monkeypatch.setattr(bandwidth, "CudaBackend", Watched)
-    measured = bandwidth.measure(gpu(3, 1)._replace(bandwidth=None), beside)
+    measured = with_bandwidth(gpu(3, 1)._replace(bandwidth=None), beside)
     assert measured.bandwidth is not None
     assert during == [beside]
     assert os.sched_getaffinity(0) == before

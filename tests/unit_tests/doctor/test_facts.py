@@ -80,9 +80,10 @@ def test_gpus_are_those_that_torch_sees_each_measured_from_its_node(
     rates = Bandwidth(1.0, 2.0, 3.0, 4.0)
     beside = []
 
-    def measure(gpu: Gpu, cpus: frozenset[int]) -> Gpu:
+    def measure(number: int, cpus: frozenset[int]) -> Bandwidth:
+        assert number == len(beside)
         beside.append(cpus)
-        return gpu._replace(bandwidth=rates)
+        return rates
 
     monkeypatch.setattr(bandwidth, "measure", measure)
     monkeypatch.setattr(reading, "_torch", lambda: (torch, None))

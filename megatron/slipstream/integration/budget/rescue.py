@@ -14,8 +14,8 @@ import gc
 import re
 import traceback
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Optional
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Optional, Protocol
 
 import torch
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
@@ -27,7 +27,6 @@ from megatron.slipstream.patches.model_calls import tensors_in
 
 if TYPE_CHECKING:
     from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
-    from megatron.slipstream.integration.budget.memory_budget import MemoryBudget
 
 _STATEFUL = {
     "fp8": "scaling factors are updated in forward",
@@ -39,9 +38,27 @@ _STATEFUL = {
 """Options with state that a failed forward leaves behind, and cannot be restored."""
 
 
+class Budget(Protocol):
+    """What decides on the settings of a chunk whose forward runs out of memory."""
+
+    def rescue(
+        self, chunk: torch.nn.Module, tensors: Sequence[torch.Tensor], tried_bytes: int
+    ) -> None:
+        """Make the layers of a chunk frugal before its forward is repeated."""
+
+    def out_of_memory(
+        self,
+        chunk: torch.nn.Module,
+        tensors: Sequence[torch.Tensor],
+        tried_bytes: int,
+        because: str,
+    ) -> torch.OutOfMemoryError:
+        """Return the error for a forward that is not repeated."""
+
+
 def call(
     engine: OffloadEngine,
-    budget: MemoryBudget,
+    budget: Budget,
     chunk: torch.nn.Module,
     inputs: Any,
     attempt: Callable[[], Any],
