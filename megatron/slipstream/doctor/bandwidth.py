@@ -19,24 +19,21 @@ NBYTES = 256 << 20
 """Bytes on the device and on the host; half of them are copied each way."""
 
 NUM_ROUNDS = 20
-"""Number of rounds of about twelve copies. Other load on the link varies, so the best rates count.
-"""
+"""Other load on the link varies, so the best rates of so many rounds count."""
 
 
 def measure(number: int, cpus: frozenset[int]) -> Union[Bandwidth, str]:
     """Measure a GPU's bandwidth; return it, or the error in one line.
 
-    Host memory is allocated on the node where the process runs, so the process moves to the GPU's
-    node during the measurement.
+    Host memory is allocated on the node where the process runs, so that moves beside the GPU.
 
     Args:
         number: The GPU, as torch numbers it.
         cpus: CPUs of the GPU's node on which the process may run; if empty, it is not moved.
     """
     before = os.sched_getaffinity(0)
-    if cpus:
-        os.sched_setaffinity(0, cpus)
     try:
+        os.sched_setaffinity(0, cpus or before)
         with torch.cuda.device(number):
             return measure_bandwidth(CudaBackend())
     except (RuntimeError, MemoryError) as error:
@@ -56,8 +53,8 @@ def measure_bandwidth(backend: Backend) -> Bandwidth:
         raise RuntimeError(f"the GPU does not have {NBYTES >> 20} MiB of free memory")
     host = backend.allocate_host(NBYTES)
     streams = CopyStreams(backend)
+    memory, buffer = Bytes(device, 0, NBYTES), Bytes.of(host)
     try:
-        memory, buffer = Bytes(device, 0, NBYTES), Bytes.of(host)
         rounds = [
             copy_rates.measure_bandwidth(backend, streams, memory, buffer)
             for _ in range(NUM_ROUNDS)

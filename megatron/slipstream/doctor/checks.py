@@ -8,7 +8,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -37,13 +36,9 @@ class Findings(list[Finding]):
         """Add what makes training slow, or fail later."""
         self.append(Finding("warning", message, cure, name))
 
-    def note(self, name: str, message: str, cure: str = "") -> None:
-        """Add information."""
-        self.append(Finding("note", message, cure, name))
-
     def unknown(self, why: str) -> str:
         """Add that the check was not possible, and return its value."""
-        self.note("not-looked-at", f"not checked: {why}")
+        self.append(Finding("note", f"not checked: {why}", rule="not-looked-at"))
         return "unknown"
 
 
@@ -52,12 +47,11 @@ Look = Callable[[MachineFacts, Findings], str]
 
 
 class Check(NamedTuple):
-    """One check of the machine."""
+    """One check of the machine, and the failure of a training that it prevents."""
 
     topic: str
     label: str
     prevents: str
-    """The training failure that it predicts; shown on the doctor's page."""
     look: Look
 
 
@@ -79,15 +73,8 @@ CHECKS: list[Check] = []
 """In the order of the functions below."""
 
 
-def _check(topic: str, label: str, prevents: str) -> Callable[[Look], None]:
-    return lambda look: CHECKS.append(Check(topic, label, prevents, look))
-
-
-_of_versions = partial(_check, "Versions")
-_of_environment = partial(_check, "Environment variables")
-_of_gpus = partial(_check, "GPUs")
-_of_memory = partial(_check, "Host memory")
-_of_command = partial(_check, "Training command")
+def _check(label: str, prevents: str) -> Callable[[Look], None]:
+    return lambda look: CHECKS.append(Check(_topic, label, prevents, look))
 
 
 def examine(facts: MachineFacts) -> list[Row]:
@@ -99,37 +86,38 @@ def examine(facts: MachineFacts) -> list[Row]:
     return rows
 
 
-# Versions
+_topic = "Versions"
 
-PACKAGES = {
-    "torch": (">=2.8", "pip install 'torch>=2.8'"),
-    "megatron-core": (supported(), f"pip install 'megatron-core{supported()}'"),
-    "Transformer Engine": (">=2.14", "pip install 'transformer-engine[pytorch]>=2.14'"),
+PACKAGES = {"torch": ">=2.8", "megatron-core": supported(), "Transformer Engine": ">=2.14"}
+"""The supported versions of a package, as in pyproject.toml."""
+
+INSTALL = {
+    name: f"pip install '{distribution}{PACKAGES[name]}'"
+    for name, distribution in (
+        ("torch", "torch"),
+        ("megatron-core", "megatron-core"),
+        ("Transformer Engine", "transformer-engine[pytorch]"),
+    )
 }
-"""The supported versions of a package, as in pyproject.toml, and how to install one."""
 
 MAX_BUILD_S = 600.0
-"""Longer than any extension of megatron-core or Transformer Engine takes to compile on first use.
-"""
+"""Longer than any extension of megatron-core or Transformer Engine takes to compile."""
 
 
 def _version(name: str, found: Optional[str], findings: Findings) -> str:
-    supported, cure = PACKAGES[name]
     if found is None:
-        findings.error("not-installed", f"{name} is not installed, but training needs it", cure)
+        message = f"{name} is not installed, but training needs it"
+        findings.error("not-installed", message, INSTALL[name])
         return "not installed"
-    try:
-        # Containers ship builds of unreleased versions: 2.11.0a0+abc counts as 2.11.0.
-        is_supported = SpecifierSet(supported).contains(Version(found).base_version)
-    except InvalidVersion:  # a private build
-        is_supported = True
-    if not is_supported:
-        message = f"{name} {found} is not supported because Slipstream needs {supported}"
-        findings.error("version-not-supported", message, cure)
+    # A container's build of an unreleased version counts as released; a private build passes.
+    with contextlib.suppress(InvalidVersion):
+        if not SpecifierSet(PACKAGES[name]).contains(Version(found).base_version):
+            message = f"{name} {found} is not supported because Slipstream needs {PACKAGES[name]}"
+            findings.error("version-not-supported", message, INSTALL[name])
     return found
 
 
-@_of_versions("torch", "training does not start")
+@_check("torch", "training does not start")
 def _torch(facts: MachineFacts, findings: Findings) -> str:
     if facts.torch_error is None:
         return _version("torch", facts.process.torch, findings)
@@ -141,28 +129,24 @@ def _torch(facts: MachineFacts, findings: Findings) -> str:
     return str(facts.process.torch)
 
 
-@_of_versions("megatron-core", "an import or a patch of megatron-core fails")
+@_check("megatron-core", "an import or a patch of megatron-core fails")
 def _megatron(facts: MachineFacts, findings: Findings) -> str:
     return _version("megatron-core", facts.process.megatron_core, findings)
 
 
-@_of_versions("Transformer Engine", "megatron-core does not import, or offloads nothing on a GPU")
+@_check("Transformer Engine", "megatron-core does not import, or offloads nothing on a GPU")
 def _transformer_engine(facts: MachineFacts, findings: Findings) -> str:
     found = facts.process.transformer_engine
     if found is not None:
         findings += preflight.check_transformer_engine(facts.process)
         return _version("Transformer Engine", found, findings)
     if facts.gpus:
-        findings.warning(
-            "transformer-engine-missing",
-            "Transformer Engine is not installed, but on a GPU megatron-core offloads only its "
-            "layers",
-            'pip install --no-build-isolation "transformer-engine[pytorch]>=2.14"',
-        )
+        message = "Transformer Engine is not installed, but only its layers offload on a GPU"
+        findings.warning("transformer-engine-missing", message, INSTALL["Transformer Engine"])
     return "not installed"
 
 
-@_of_versions("Compiled extensions", "training waits indefinitely for the lock of a killed build")
+@_check("Compiled extensions", "training waits indefinitely for the lock of a killed build")
 def _extensions(facts: MachineFacts, findings: Findings) -> str:
     # Unlike Path.home(), this is no error for a user without a home directory.
     caches = facts.environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -172,35 +156,16 @@ def _extensions(facts: MachineFacts, findings: Findings) -> str:
         with contextlib.suppress(OSError):  # It may have just been removed.
             age_s = time.time() - path.stat().st_mtime
             if age_s > MAX_BUILD_S:
-                findings.warning(
-                    "stale-build-lock",
+                message = (
                     f"{path} is {age_s / 60:.0f} minutes old, so the process that compiled was "
-                    "probably killed; processes that need the extension (megatron-core's "
-                    "recomputation needs one) wait for the lock indefinitely",
-                    "delete the file if no process is compiling",
+                    "probably killed; all that need the extension wait for the lock indefinitely"
                 )
+                cure = "delete the file if no process is compiling"
+                findings.warning("stale-build-lock", message, cure)
     return f"{len(locks) or 'none is'} being compiled"
 
 
-@_of_versions("Engine in C++", "each group takes the host several times as long")
-def _native(facts: MachineFacts, findings: Findings) -> str:
-    if not facts.has_torch:
-        return findings.unknown("torch has to work first")
-    from megatron.slipstream.fine_grained_activation_offload.native import build
-
-    problem = build.problem()
-    if problem is None:
-        return "compiled" if build.is_compiled() else "compiled at the first use"
-    findings.warning(
-        "cpp-not-usable",
-        f"offload_native='auto' is not possible here because {problem.cause}; the engine then "
-        "takes the host several times as long for each group",
-        problem.cure,
-    )
-    return "not compiled"
-
-
-@_of_versions("Run-time patches", "`install()` ends with an error")
+@_check("Run-time patches", "`install()` ends with an error")
 def _patches(facts: MachineFacts, findings: Findings) -> str:
     if not facts.has_megatron:
         return findings.unknown("torch and megatron-core must be importable")
@@ -212,26 +177,18 @@ def _patches(facts: MachineFacts, findings: Findings) -> str:
     return f"{count - len(moved)} of {count} targets as expected"
 
 
-# Environment variables
+_topic = "Environment variables"
 
 ALLOCATORS = {
     "PYTORCH_CUDA_ALLOC_CONF": "",
     "PYTORCH_ALLOC_CONF": " (megatron-core reads only PYTORCH_CUDA_ALLOC_CONF, so it does not "
     "refuse the run)",
 }
-DEBUGGING = {
-    "CUDA_LAUNCH_BLOCKING": "makes every launch synchronous, so no copy overlaps with compute",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "returns every block to the driver, which waits for the GPU",
-}
-"""Debugging variables, and why they slow down training."""
 
 
-def _shown(variables: dict[str, Optional[str]]) -> str:
-    return "\n".join(f"{n}={v}" for n, v in variables.items() if v is not None) or "not set"
-
-
-@_of_environment(
-    preflight.TE_SWITCH, "Transformer Engine offloads weights as well; training refuses to start"
+@_check(
+    preflight.TE_SWITCH,
+    "Transformer Engine offloads weights as well; training refuses to start",
 )
 def _switch(facts: MachineFacts, findings: Findings) -> str:
     process = facts.process
@@ -247,8 +204,9 @@ def _switch(facts: MachineFacts, findings: Findings) -> str:
     return {None: "no such switch", True: "1", False: "0"}[process.te_offload_v1]
 
 
-@_of_environment(
-    "NCCL in CUDA graphs", "illegal memory accesses, or a deadlock, in captured collectives"
+@_check(
+    "NCCL in CUDA graphs",
+    "illegal memory accesses, or a deadlock, in captured collectives",
 )
 def _nccl(facts: MachineFacts, findings: Findings) -> str:
     names = (*ALLOCATORS, "NCCL_GRAPH_REGISTER", "NCCL_GRAPH_MIXING_SUPPORT")
@@ -268,25 +226,14 @@ def _nccl(facts: MachineFacts, findings: Findings) -> str:
     if found["NCCL_GRAPH_MIXING_SUPPORT"] == "0" and facts.graphs != "none":
         findings.warning(
             "no-graph-mixing",
-            "NCCL_GRAPH_MIXING_SUPPORT=0 lets NCCL assume that no other operation runs "
-            "concurrently with a graph; graphs of single layers run concurrently with others, and "
-            "may deadlock",
+            "NCCL_GRAPH_MIXING_SUPPORT=0 is not supported with graphs of single layers because "
+            "they run beside other operations, and may deadlock",
             "unset NCCL_GRAPH_MIXING_SUPPORT",
         )
-    return _shown(found)
+    return "\n".join(f"{n}={v}" for n, v in found.items() if v is not None) or "not set"
 
 
-@_of_environment("Debugging switches", "copies do not overlap with compute")
-def _debugging(facts: MachineFacts, findings: Findings) -> str:
-    found = {name: facts.environment.get(name) for name in DEBUGGING}
-    for name, value in found.items():
-        if value not in (None, "", "0"):
-            message = f"{name}={value} {DEBUGGING[name]}"
-            findings.warning("debugging-variable", message, f"unset {name}")
-    return _shown(found)
-
-
-# GPUs
+_topic = "GPUs"
 
 SLOW_GB_PER_S = 20.0
 """Copies of pinned memory reach 25 GB/s with PCIe 4 and 55 with PCIe 5, both with 16 lanes."""
@@ -294,15 +241,12 @@ FAR_BELOW_OTHERS = 0.7
 """Fraction of the rate of the host's fastest GPU."""
 
 
-@_of_gpus("GPUs", "training runs on the CPU")
+@_check("GPUs", "training runs on the CPU")
 def _gpus(facts: MachineFacts, findings: Findings) -> str:
     if not facts.gpus and facts.driver is None:
-        findings.note(
-            "no-gpu",
-            "this machine has no GPU: training runs on the CPU, for tests only, with simulated "
-            "device memory",
-            "run the doctor on a machine that trains",
-        )
+        message = "this machine has no GPU: training simulates one on the CPU, for tests only"
+        cure = "run the doctor on a machine that trains"
+        findings.append(Finding("note", message, cure, "no-gpu"))
         return "none"
     # If torch is missing, its own check reports it.
     if facts.has_torch and not facts.gpus:
@@ -319,7 +263,7 @@ def _gpus(facts: MachineFacts, findings: Findings) -> str:
     return "\n".join([*gpus, f"driver {facts.driver or 'unknown'}"])
 
 
-@_of_gpus("Copies", "compute waits for copies")
+@_check("Copies", "compute waits for copies")
 def _copies(facts: MachineFacts, findings: Findings) -> str:
     if not facts.gpus:
         return "no GPU"
@@ -332,12 +276,9 @@ def _copies(facts: MachineFacts, findings: Findings) -> str:
         rates = gpu.bandwidth
         if rates is None:
             lines.append(f"GPU {gpu.number}: not measured")
-            findings.warning(
-                "bandwidth-not-measured",
-                f"GPU {gpu.number}: copies could not be measured: {gpu.bandwidth_error}",
-                "check whether another process uses the GPU's memory, and whether pinned memory is "
-                "available",
-            )
+            message = f"GPU {gpu.number}: copies could not be measured: {gpu.bandwidth_error}"
+            cure = "check whether another process uses the memory of the GPU, or pins the host's"
+            findings.warning("bandwidth-not-measured", message, cure)
             continue
         lines.append(
             f"GPU {gpu.number}: D2H {rates.d2h_gb_per_s:.1f}, H2D {rates.h2d_gb_per_s:.1f} GB/s; "
@@ -349,15 +290,13 @@ def _copies(facts: MachineFacts, findings: Findings) -> str:
                     "slow-copies",
                     f"GPU {gpu.number}: copies {direction} reach {rate:.1f} GB/s; 16 lanes reach "
                     f"25 (PCIe 4) or 55 (PCIe 5), and the fastest GPU here {best:.1f}",
-                    "look at the link with nvidia-smi -q: with fewer lanes or a lower generation "
-                    "than the card has, reseat it or change the slot's firmware settings; "
-                    "otherwise check for other users of the link, and that the process runs on "
-                    "the GPU's NUMA node",
+                    "compare lanes and generation of the link (nvidia-smi -q) with the card's; "
+                    "reseat it, or run on the GPU's NUMA node and without other users of the link",
                 )
     return "\n".join(lines)
 
 
-@_of_gpus("CPU affinity", "copies cross the link between sockets")
+@_check("CPU affinity", "copies cross the link between sockets")
 def _affinity(facts: MachineFacts, findings: Findings) -> str:
     rank = facts.environment.get("LOCAL_RANK", "")
     is_rank = rank.isdigit() and int(rank) < len(facts.gpus)
@@ -374,24 +313,20 @@ def _affinity(facts: MachineFacts, findings: Findings) -> str:
     return f"all {number} CPUs" if number >= of_machine else f"{number} of {of_machine} CPUs"
 
 
-@_of_gpus(
-    "Affinity tools", "megatron-core's training loop raises an error if activations are offloaded"
-)
+@_check("Affinity tools", "megatron-core's training loop raises an error")
 def _tools(facts: MachineFacts, findings: Findings) -> str:
     if facts.process.affinity_tools:
         return "cuda-python and pynvml"
     if facts.gpus:
-        findings.warning(
-            "affinity-tools-missing",
-            "cuda-python or pynvml is missing: megatron-core's training loop, which needs them to "
-            "bind each process to the NUMA node of its GPU, raises an error (./run train continues "
-            "unbound)",
-            "pip install cuda-python nvidia-ml-py",
+        message = (
+            "cuda-python or pynvml is missing, with which megatron-core's training loop binds each "
+            "process to its GPU's NUMA node; offloading ends in an error (not of ./run train)"
         )
+        findings.warning("affinity-tools-missing", message, "pip install cuda-python nvidia-ml-py")
     return "not both installed"
 
 
-# Host memory
+_topic = "Host memory"
 
 LITTLE_BYTES = 4 << 30
 """A GPU rank's share below which only a few layers of a large model could be offloaded."""
@@ -413,8 +348,8 @@ def ranks_per_host(facts: MachineFacts) -> tuple[int, str]:
     return 1, "--ranks-per-host N changes it"
 
 
-@_of_memory("Ranks per host", "ranks pin more than the host has, and the job is killed")
-def _ranks(facts: MachineFacts, findings: Findings) -> str:
+@_check("May be pinned", "ranks pin more than the host has, and the job is killed")
+def _share(facts: MachineFacts, findings: Findings) -> str:
     for name in LAUNCHERS:
         number = facts.environment.get(name, "1")
         if number != "1" and "LOCAL_WORLD_SIZE" not in facts.environment:
@@ -424,12 +359,7 @@ def _ranks(facts: MachineFacts, findings: Findings) -> str:
                 "the only one of the host, and may pin all available memory",
                 f"start with torchrun, or export LOCAL_WORLD_SIZE={number}",
             )
-    return "{} ({})".format(*ranks_per_host(facts))
-
-
-@_of_memory("May be pinned", "activations stay on the GPU, or the job is killed")
-def _share(facts: MachineFacts, findings: Findings) -> str:
-    available, (ranks, _) = facts.process.available_memory_bytes, ranks_per_host(facts)
+    available, (ranks, source) = facts.process.available_memory_bytes, ranks_per_host(facts)
     if available is None:
         return findings.unknown("neither /proc/meminfo nor a control group reports any")
     share = host_memory_share_bytes(available, ranks)
@@ -450,13 +380,16 @@ def _share(facts: MachineFacts, findings: Findings) -> str:
             f"set offload_host_memory_limit_bytes to {share} or less, or leave it out",
         )
     of = f"{HOST_MEMORY_SHARE:.0%} of {format_bytes(available)}"
-    return f"{format_bytes(share)} for each of {ranks} ({of})"
+    return f"{format_bytes(share)} for each of {ranks} ({of})\nranks: {ranks} ({source})"
 
 
-# The training
+_topic = "Training command"
 
 
-@_of_command("Flags", "training stops at the first wrong flag; the doctor finds all at once")
+@_check(
+    "Flags",
+    "training stops at the first wrong flag; the doctor finds all at once",
+)
 def _flags(facts: MachineFacts, findings: Findings) -> str:
     command = facts.command
     if command is None and facts.words.flags:

@@ -34,7 +34,6 @@ class Gpu(NamedTuple):
     """Its NUMA node."""
     bandwidth: Optional[Bandwidth] = None
     bandwidth_error: Optional[str] = None
-    """The error if its measurement failed."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +101,7 @@ def collect(
     words: Sequence[str] = (),
     root: Path = Path("/"),
 ) -> MachineFacts:
-    """Collect the facts about the machine.
-
-    Args:
-        ranks_per_host: Number of processes on this host; None if the user does not give it.
-        measures: Whether to measure the bandwidth of copies.
-        words: Words of a training command, as ``split_command`` takes them.
-        root: Folder that contains /proc and /sys.
-    """
+    """Collect the facts; arguments are those of the command, ``root`` contains /proc and /sys."""
     command = split_command(list(words))
     environment = dict(os.environ)  # Before imports, which set variables.
     process = preflight.collect()

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron.slipstream.version import __version__
 
@@ -22,16 +22,9 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 Examples:
-
-  Check this machine:
-    slipstream doctor
-
-  Also check the flags of a training (no model is built):
-    slipstream doctor -- --num-layers 32 ... --fine-grained-activation-offloading
-    slipstream doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
-
-  Check as a rank, with the launcher's environment and bindings:
-    srun --ntasks-per-node 8 slipstream doctor --json doctor.json --no-bandwidth
+  slipstream doctor
+  slipstream doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
+  srun --ntasks-per-node 8 slipstream doctor --json doctor.json --no-bandwidth   # as a rank
 
 Marks: ok, note (information), warning (slow, or fails later), error (fails, or computes wrong).
 Exit status: 0 without errors, 1 with errors, 2 for invalid options.
@@ -43,37 +36,18 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "doctor",
         help="check this machine for causes of failing or slow training, and show cures",
-        description="Check versions, environment variables, GPUs and their links, NUMA, host "
-        "memory and the flags of a training, and show a cure for every problem. Works without a "
-        "GPU too.",
+        description="Check what makes a training fail here, and show a cure for every problem.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="-- COMMAND",
-        help="flags of a training, or the whole command with torchrun and script, to check with "
-        "megatron's parser and all rules",
-    )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the findings as JSON to this file; '-' writes them in place of the table",
-    )
-    parser.add_argument(
-        "--no-bandwidth",
-        action="store_true",
-        help="do not measure copies (which takes a few seconds, 256 MiB of each GPU and of host "
-        "memory)",
-    )
-    parser.add_argument(
-        "--ranks-per-host",
-        type=int,
-        metavar="N",
-        help="processes of the training on this host, which share its memory (default: the "
-        "launcher's number, or one for each GPU)",
-    )
+    add = parser.add_argument
+    about = "flags of a training, or the whole command with torchrun, to check by all rules"
+    add("words", nargs="*", metavar="-- COMMAND", help=about)
+    add("--json", metavar="FILE", help="write the findings as JSON; '-': in place of the table")
+    about = "do not measure copies (a few seconds, 256 MiB of each GPU and of host memory)"
+    add("--no-bandwidth", action="store_true", help=about)
+    about = "processes on this host (default: the launcher's number, or one for each GPU)"
+    add("--ranks-per-host", type=int, metavar="N", help=about)
     hint = "; put the flags of a training after '--'"
     parser.set_defaults(run=run, hint_for_unknown=hint)
 
@@ -120,7 +94,13 @@ def render(rows: list[Row], stream: TextIO) -> None:
                 line = f"\x1b[{_COLOURS[mark]}m{mark}\x1b[0m" + line.removeprefix(mark)
             stream.write(line + "\n")
         stream.write("\n")
-    stream.write(summary(rows) + "\n")
+    numbers = Counter(finding.severity for row in rows for finding in row.findings)
+    counted = [
+        f"{numbers[severity]} {severity}{'s' if numbers[severity] > 1 else ''}"
+        for severity in ("error", "warning", "note")
+        if numbers[severity]
+    ]
+    stream.write(f"Found: {', '.join(counted) or 'nothing'}\n")
 
 
 def _lines(row: Row) -> Iterator[tuple[str, str]]:
@@ -136,28 +116,12 @@ def _lines(row: Row) -> Iterator[tuple[str, str]]:
                 mark = label = ""
 
 
-def summary(rows: list[Row]) -> str:
-    """Summarize the number of findings of each severity."""
-    numbers = Counter(finding.severity for row in rows for finding in row.findings)
-    counted = [
-        f"{numbers[severity]} {severity}{'s' if numbers[severity] > 1 else ''}"
-        for severity in ("error", "warning", "note")
-        if numbers[severity]
-    ]
-    return "Found: " + (", ".join(counted) or "nothing")
-
-
 def to_json(rows: list[Row]) -> str:
     """Return what was seen and all findings as JSON."""
-    checks = [
-        {
-            "topic": row.topic,
-            "check": row.label,
-            "severity": row.severity,
-            "value": row.value,
-            "findings": [finding._asdict() for finding in row.findings],
-        }
-        for row in rows
-    ]
+    checks: list[dict[str, Any]] = []
+    for row in rows:
+        findings = [finding._asdict() for finding in row.findings]
+        seen = {"severity": row.severity, "value": row.value, "findings": findings}
+        checks.append({"topic": row.topic, "check": row.label, **seen})
     whole = {"schema": "slipstream-doctor", "version": 3, "slipstream": __version__}
     return json.dumps({**whole, "checks": checks}, indent=1) + "\n"

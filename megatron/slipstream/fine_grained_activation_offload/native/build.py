@@ -61,27 +61,6 @@ class BuildError(RuntimeError):
         self.cure = cure
 
 
-def problem() -> Optional[BuildError]:
-    """Return why the module cannot be loaded, as far as known without compiling, or None."""
-    try:
-        with _only_build_errors():
-            if _find() is None:
-                compiler()
-                _check_writable(_cache_folder())
-    except BuildError as error:
-        return error
-    return None
-
-
-def is_compiled() -> bool:
-    """Return whether the module is already compiled."""
-    try:
-        with _only_build_errors():
-            return _find() is not None
-    except BuildError:
-        return False
-
-
 def load(prepare: Callable[[Any], None] = lambda module: None) -> ModuleType:
     """Load the native module, compiling it if needed.
 
@@ -168,12 +147,6 @@ def _cache_folder() -> Path:
         raise BuildError(
             "this user has no home directory for the compiled module", _FOLDER
         ) from error
-
-
-def _check_writable(folder: Path) -> None:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise BuildError(f"the compiled module cannot be kept in {folder}", _FOLDER)
 
 
 def _key() -> str:
