@@ -228,6 +228,23 @@ def patch_rows(patches: Iterable[Patch]) -> Iterator[tuple[str, ...]]:
         yield targets, " ".join([reason, *(f"({note})" for note in notes if note)])
 
 
+OF_ONE_OBJECT = """\
+## One object only
+
+| object | method | for |
+| --- | --- | --- |
+| `TransformerBlock` of a chunk | `forward` | chunk graphs: replay |
+| `DistributedDataParallel` around it | `zero_grad_buffer` | chunk graphs: start of an iteration |
+| `RotaryEmbedding` of a chunk | `forward`, `get_cached_cos_sin` | capture of a chunk: tables that \
+live as long as its graphs |
+| layers of a model with `--cuda-graph-impl transformer_engine` | `__class__` | `install()`: \
+captures tell the engine where a layer's graph begins and ends |
+
+Patches for runs without a GPU: \
+[cpu_only.py](../../megatron/slipstream/integration/cpu/cpu_only.py).
+"""
+
+
 def patches_page() -> str:
     lines = [
         "# Run-time patches",
@@ -246,36 +263,7 @@ def patches_page() -> str:
             lines += [f"From the first table: {names}."]
             continue
         lines += table(("target", "without it"), patch_rows(patches))
-    lines += [
-        "",
-        "## One object only",
-        "",
-        *table(
-            ("object", "method", "for"),
-            (
-                ("`TransformerBlock` of a chunk", "`forward`", "chunk graphs: replay"),
-                (
-                    "`DistributedDataParallel` around it",
-                    "`zero_grad_buffer`",
-                    "chunk graphs: start of an iteration",
-                ),
-                (
-                    "`RotaryEmbedding` of a chunk",
-                    "`forward`, `get_cached_cos_sin`",
-                    "capture of a chunk: tables that live as long as its graphs",
-                ),
-                (
-                    "layers of a model with `--cuda-graph-impl transformer_engine`",
-                    "`__class__`",
-                    "`install()`: captures tell the engine where a layer's graph begins and ends",
-                ),
-            ),
-        ),
-        "",
-        "Patches for runs without a GPU: "
-        "[cpu_only.py](../../megatron/slipstream/integration/cpu/cpu_only.py).",
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + f"\n\n{OF_ONE_OBJECT}"
 
 
 PAGES: Mapping[str, Callable[[], str]] = {

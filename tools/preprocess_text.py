@@ -76,29 +76,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("inputs", nargs="+", metavar="FILE", help="text: .jsonl, or plain text")
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="path and first part of the names"
-    )
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        default=2048,
-        help="tokens in the vocabulary, %(default)s unless given: more make sequences shorter "
-        "and the model's embedding larger",
-    )
-    parser.add_argument(
-        "--tokenizer-json", metavar="FILE", help="use this tokenizer instead of training one"
-    )
-    parser.add_argument(
-        "--min-document-chars",
-        type=int,
-        default=2000,
-        metavar="N",
-        help="shortest document cut from a .txt file (%(default)s); 0 keeps files whole",
-    )
-    parser.add_argument("--json-key", default="text", help="key of the text (%(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="FILE", help="text: .jsonl, or plain text")
+    add("--output-prefix", required=True, metavar="PREFIX", help="path and first part of the names")
+    about = "tokens in the vocabulary (%(default)s); more make sequences shorter"
+    add("--vocab-size", type=int, default=2048, help=about)
+    add("--tokenizer-json", metavar="FILE", help="use this tokenizer instead of training one")
+    about = "shortest document cut from a .txt file (%(default)s); 0 keeps files whole"
+    add("--min-document-chars", type=int, default=2000, metavar="N", help=about)
+    add("--json-key", default="text", help="key of the text (%(default)s)")
+    add("--overwrite", action="store_true", help="replace files that exist")
     return parser
 
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
 
 import pytest
 import torch
@@ -38,25 +36,11 @@ examples:
 FOLDER is a checkout of the branch of the installed release (core_r0.19.0), or holds from there
 tests/__init__.py, tests/unit_tests/{__init__,test_utilities}.py, a2a_overlap/utils.py beside them
 and pipeline_parallel/{__init__,test_fine_grained_activation_offloading}.py.
-
-At the end there is a line per test: by how much it saw the device peak fall, what the engine said
-that it would (offload_summary_bytes), and what the engine moved. The exit code is pytest's.
 """
-
-_SAVED = re.compile(r"[Ss]aved[ =](-?[\d.]+) ?MiB")
-_CLAIMED = re.compile(r"expected[ ~]*=? ?([\d.]+) ?MiB")
-
-
-class Figures(NamedTuple):
-    """Results of one test, in MiB; None for those that it did not reach."""
-
-    saved_mib: Optional[float]
-    claimed_mib: Optional[float]
-    moved_mib: Optional[float]
 
 
 class EngineInPlace:
-    """A pytest plugin that puts an engine behind the seam for each test and collects its figures.
+    """A pytest plugin that puts an engine behind the seam for each test.
 
     Args:
         engine: ``slipstream``, or ``builtin`` to keep megatron-core's own.
@@ -66,14 +50,9 @@ class EngineInPlace:
     def __init__(self, engine: str, backend: str) -> None:
         self._engine = engine
         self._backend = backend
-        self._moved: dict[str, Optional[float]] = {}
-        self.figures: dict[str, Figures] = {}
-        """Figures by test."""
 
     @pytest.fixture(autouse=True)
-    def engine_in_place(
-        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-    ) -> Iterator[None]:
+    def engine_in_place(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """Install the engine around each test; restore the environment variables afterwards."""
         from megatron.core.pipeline_parallel import fine_grained_activation_offload as builtin
 
@@ -83,9 +62,6 @@ class EngineInPlace:
         if self._engine == "slipstream":
             monkeypatch.setattr(builtin.PipelineOffloadManager, "reset_instance", self._install)
         yield
-        manager = install.installed()
-        moved = manager.report.d2h_bytes / 2**20 if manager is not None else None
-        self._moved[request.node.nodeid] = moved
         install.uninstall()
         builtin.PipelineOffloadManager.OFFLOAD_MGR = None
         os.environ.clear()
@@ -101,44 +77,9 @@ class EngineInPlace:
         install.install(OffloadConfig(offload_backend=self._backend))
 
     @pytest.hookimpl
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call":
-            text = report.capstdout + report.longreprtext
-            saved, claimed = (_last(pattern, text) for pattern in (_SAVED, _CLAIMED))
-            self.figures[report.nodeid] = Figures(saved, claimed, None)
-        elif report.when == "teardown" and report.nodeid in self.figures:
-            moved = self._moved.get(report.nodeid)
-            self.figures[report.nodeid] = self.figures[report.nodeid]._replace(moved_mib=moved)
-
-    @pytest.hookimpl
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        outcomes = {
-            report.nodeid: outcome
-            for outcome in ("passed", "failed")
-            for report in terminalreporter.stats.get(outcome, [])
-            if report.when == "call"
-        }
-        terminalreporter.section(f"device peak with the {self._engine} engine, in MiB")
-        for line in _table(self.figures, outcomes):
-            terminalreporter.write_line(line)
-
-    @pytest.hookimpl
     def pytest_sessionfinish(self) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def _last(pattern: re.Pattern[str], text: str) -> Optional[float]:
-    found = pattern.findall(text)
-    return float(found[-1]) if found else None
-
-
-def _table(figures: dict[str, Figures], outcomes: dict[str, str]) -> Iterator[str]:
-    yield f"{'saved':>9} {'claimed':>9} {'moved':>9}  test"
-    for nodeid, row in figures.items():
-        cells = ("-" if value is None else f"{value:.1f}" for value in row)
-        name = nodeid.rpartition("::")[2]
-        yield " ".join(f"{cell:>9}" for cell in cells) + f"  {outcomes.get(nodeid, '-')} {name}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -170,16 +111,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a Megatron-LM checkout")
-    parser.add_argument(
-        "--engine",
-        choices=("slipstream", "builtin"),
-        default="slipstream",
-        help="which engine the tests get (%(default)s)",
-    )
-    parser.add_argument(
-        "--backend", default="cuda", help="Slipstream's backend (%(default)s); cpu without a GPU"
-    )
+    add = parser.add_argument
+    add("folder", type=Path, metavar="FOLDER", help="a Megatron-LM checkout")
+    engines = ("slipstream", "builtin")
+    add("--engine", choices=engines, default=engines[0], help="what the tests get (%(default)s)")
+    add("--backend", default="cuda", help="Slipstream's (%(default)s); cpu without a GPU")
     return parser
 
 

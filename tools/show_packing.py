@@ -21,13 +21,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.slipstream.packed_sequences.dataset import (  # noqa: E402
-    PackIndex,
-    PackingPlan,
-)
+from megatron.slipstream.packed_sequences.dataset import PackIndex, PackingPlan  # noqa: E402
 from megatron.slipstream.packed_sequences.packing import attention_work, pack_limits  # noqa: E402
-
-PACKINGS = ("greedy", "balanced")
 
 _EXAMPLES = """\
 example:
@@ -49,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{args.num_ranks}; set one that is"
             )
         lengths = lengths_of(args.prefix)
-        packed = [Packed.of(lengths, packing, args) for packing in PACKINGS]
+        packed = [Packed.of(lengths, packing, args) for packing in ("greedy", "balanced")]
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -62,36 +57,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("prefix", metavar="PREFIX", help="of a corpus, as in --data-path")
-    parser.add_argument("--seq-length", type=int, required=True, help="tokens of a buffer")
-    parser.add_argument(
-        "--thd-max-packed-sequences", type=int, help="documents of a buffer (one for 64 tokens)"
-    )
-    parser.add_argument(
-        "--global-batch-size", type=int, default=16, help="buffers of a batch (%(default)s)"
-    )
-    parser.add_argument(
-        "--num-ranks", type=int, default=4, help="data-parallel ranks (%(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=1234, help="of the shuffle (%(default)s)")
+    add = parser.add_argument
+    add("prefix", metavar="PREFIX", help="of a corpus, as in --data-path")
+    add("--seq-length", type=int, required=True, help="tokens of a buffer")
+    add("--thd-max-packed-sequences", type=int, help="documents of a buffer (one for 64 tokens)")
+    add("--global-batch-size", type=int, default=16, help="buffers of a batch (%(default)s)")
+    add("--num-ranks", type=int, default=4, help="data-parallel ranks (%(default)s)")
+    add("--seed", type=int, default=1234, help="of the shuffle (%(default)s)")
     return parser
 
 
 def lengths_of(prefix: str) -> np.ndarray[Any, Any]:
-    """Return the number of tokens of each document.
-
-    Raises:
-        ValueError: There is no such corpus.
-    """
+    """Return the number of tokens of each document; a ``ValueError`` if there is no such corpus."""
     if not Path(f"{prefix}.idx").exists():
         raise ValueError(f"{prefix}.idx does not exist; make it with tools/preprocess_text.py")
-    with warnings.catch_warnings():
-        # Megatron warns about every missing optional package; none matters here.
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):  # about every missing optional package
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-        # Its arrays map the file, which is closed with the last reference.
-        corpus = IndexedDataset(prefix)
+        corpus = IndexedDataset(prefix)  # Its arrays map the file, until the last reference.
         return np.array(corpus.sequence_lengths)
 
 
@@ -103,23 +86,14 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, lengths: np.ndarray[Any, Any], packing: Any, args: argparse.Namespace) -> Packed:
-        """Pack the corpus as training does with these arguments.
-
-        Raises:
-            ValueError: The corpus does not fill a batch.
-        """
-        plan = PackingPlan(
-            limits=pack_limits(args),
-            packing=packing,
-            packs_per_batch=args.global_batch_size,
-            num_ranks=args.num_ranks,
-            seed=args.seed,
-        )
+        """Pack the corpus as training does; a ``ValueError`` if it does not fill a batch."""
+        size = args.global_batch_size
+        plan = PackingPlan(pack_limits(args), packing, size, args.num_ranks, args.seed)
         index = PackIndex.build(lengths, np.arange(len(lengths)), plan)
-        if len(index) < plan.packs_per_batch:
+        if len(index) < size:
             raise ValueError(
-                f"global_batch_size={plan.packs_per_batch} is more than the {len(index)} buffers "
-                "that the corpus fills; set fewer"
+                f"global_batch_size={size} is more than the {len(index)} buffers that the corpus "
+                "fills; set fewer"
             )
         return cls(plan, index)
 

@@ -42,12 +42,6 @@ def test_which_engine(number):
     seen.append(manager)
     off_interface.reset()
     assert type(other).__module__.startswith("EXPECTED")
-    print(f"Rank 0: Saved {number}.50MiB, expected 2.25MiB")
-
-
-def test_fails():
-    saved_mib, expected = -3.0, 4.0
-    assert saved_mib > 0, f"mismatch: saved={saved_mib:.2f}MiB expected~={expected:.2f}MiB"
 """
 
 
@@ -71,19 +65,6 @@ def test_each_reset_of_the_instance_installs_our_engine(folder: Path) -> None:
     result = _run(folder, "--", "-k", "which")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "2 passed" in result.stdout
-    assert "device peak with the slipstream engine" in result.stdout
-    rows = [line.split() for line in result.stdout.splitlines() if "passed test_which" in line]
-    assert rows == [
-        ["1.5", "2.2", "0.0", "passed", "test_which_engine[1]"],
-        ["2.5", "2.2", "0.0", "passed", "test_which_engine[2]"],
-    ]
-
-
-def test_figures_of_a_test_that_fails_are_shown(folder: Path) -> None:
-    result = _run(folder, "--", "-k", "fails")
-    assert result.returncode == 1
-    (row,) = [line.split() for line in result.stdout.splitlines() if "failed test_fails" in line]
-    assert row[:3] == ["-3.0", "4.0", "-"]
 
 
 def test_the_builtin_engine_is_left_in_its_place(folder: Path) -> None:
@@ -97,8 +78,7 @@ def test_the_builtin_engine_is_left_in_its_place(folder: Path) -> None:
     tests.write_text(text.replace('"test_fine_grained"', "__name__"))
     result = _run(folder, "--engine", "builtin", "--", "-k", "which")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "device peak with the builtin engine" in result.stdout
-    assert "1.5       2.2         -  passed test_which_engine[1]" in result.stdout
+    assert "2 passed" in result.stdout
 
 
 def test_a_folder_without_the_tests_is_refused(tmp_path: Path) -> None:
