@@ -12,7 +12,7 @@ from fp8_recipes import RECIPES, skip_without_recipe
 from gpu_models import DENSE, MIN_NUMEL, MLA, MOE, PLAN_TOLERANCE
 from model_case import GDN_MODULES, MAMBA_MODULES, MLP_MODULES, OWN_MODULES
 from ranks import run_ranks
-from state_space_layers import GATED_DELTA_NET, MAMBA
+from state_space_layers import LARGE
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, compare, skip_without_model
 
 from megatron.slipstream.patches import releases
@@ -64,14 +64,7 @@ def test_mla(modules: tuple[str, ...]) -> None:
 
 
 SHARED = replace(MOE, overrides={**MOE.overrides, "moe_shared_expert_intermediate_size": 1024})
-LARGE_STATE_SPACE = {
-    **GATED_DELTA_NET,
-    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-    **{"linear_num_key_heads": 8, "linear_num_value_heads": 8},
-    **MAMBA,
-    "mamba_head_dim": 128,
-}
-STATE_SPACE = replace(MLA, kind="hybrid", num_layers=8, pattern="*GM-", overrides=LARGE_STATE_SPACE)
+STATE_SPACE = replace(MLA, kind="hybrid", num_layers=8, pattern="*GM-", overrides=LARGE)
 LATENT_LAYERS = replace(MLA, kind="hybrid", num_layers=6, pattern="+-")
 OWN = [
     *((DENSE, (name,)) for name in (*MLP_MODULES, "output_layer")),

@@ -18,8 +18,17 @@ import pytest
 import torch
 from fp8_recipes import RECIPES, skip_without_recipe
 from graphed_models import NUM_EAGER_STEPS, Training, compare, graph_memory, with_graphs
-from model_case import DENSE_MODULES, MLP_MODULES, MOE_MODULES, SHARED_EXPERTS, ModelCase
+from model_case import (
+    DENSE_MODULES,
+    GDN_MODULES,
+    MAMBA_MODULES,
+    MLP_MODULES,
+    MOE_MODULES,
+    SHARED_EXPERTS,
+    ModelCase,
+)
 from ranks import run_ranks
+from state_space_layers import LARGE
 
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
 from megatron.slipstream.fine_grained_activation_offload.plan_cache import NUM_UNTIL_TIMED
@@ -59,6 +68,10 @@ HYBRID_MTP = replace(
     pattern="*E*E/*E",
     overrides={**MOE.overrides, "mtp_num_layers": 1},
 )
+STATE_SPACE = replace(
+    DENSE, kind="hybrid", pattern="*GM-", num_layers=8, seq_length=1024, overrides=LARGE
+)
+"""With stand-ins for the kernels of Mamba and of gated delta nets."""
 CASES = {"dense": DENSE, "moe": MOE, "hybrid, MTP": HYBRID_MTP}
 OFFLOAD = {"min_offloaded_tensor_size": 1024}
 NUM_STEPS = 3
@@ -230,6 +243,20 @@ MORE = {
         (),
         DENSE_MODULES + MLP_MODULES,
         {"qkv_linear", "core_attn"},
+    ),
+    "hybrid, Mamba and gated delta nets": (
+        STATE_SPACE,
+        {},
+        (),
+        (*DENSE_MODULES, *GDN_MODULES, *MAMBA_MODULES, *MLP_MODULES),
+        {"core_attn", "gdn_rule", "mamba_scan"},
+    ),
+    "hybrid, Mamba layers": (
+        STATE_SPACE,
+        {},
+        ("mamba",),
+        ("core_attn", *GDN_MODULES, *MAMBA_MODULES),
+        {"mamba_scan"},
     ),
     "projections of MLA": (
         MLA,

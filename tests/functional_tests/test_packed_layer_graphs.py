@@ -17,10 +17,11 @@ from unittest.mock import patch
 import pytest
 from banked_gpt import compare_layer_bank, random_sizes
 from gpu_models import FUSED_ROPE, MLA_SIZES, on_gpu
-from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
+from model_case import DENSE_MODULES, GDN_MODULES, MAMBA_MODULES, MOE_MODULES, ModelCase
 from ranks import TIMEOUT_S, run_ranks
 from replayed_gpt import EXPERT_BIAS, LayersReplayed, compare_layers, compare_two_models
 from shared_documents import Setting
+from state_space_layers import GATED_DELTA_NET, MAMBA
 
 from megatron.slipstream.context_parallel.limits import RankLimits
 
@@ -140,8 +141,14 @@ def test_one_rank(name: str) -> None:
     [
         ("dense", {"pp": 2}, [1, 2], False),
         ("dense, attention", {"num_layers": 8, "pp": 2, "vpp": 2}, [4, 6], True),
+        (
+            "hybrid, dense",
+            {"num_layers": 16, "pp": 2, "vpp": 2, "pattern": "*-*-|*-*-|*-*-|*-*-"},
+            [4, 6],
+            True,
+        ),
     ],
-    ids=["PP2", "PP2 VPP2, offloading"],
+    ids=["PP2", "PP2 VPP2, offloading", "PP2 VPP2, hybrid, offloading"],
 )
 def test_numbers_of_micro_batches_change(
     name: str, layout: dict[str, Any], num_sets: Sequence[int], is_offloading: bool
@@ -149,6 +156,10 @@ def test_numbers_of_micro_batches_change(
     case, scope = case_of(name, ON_CPU, **layout)
     modules = DENSE_MODULES if is_offloading else ()
     results = check(2, case, scope, (4, 2, 6), modules, "cpu-lazy")
+    if (
+        is_offloading
+    ):  # The first rank's chunks are equal: 12 passes, and 6 sets of the same graphs.
+        assert results[0].reported_bytes == 2 * results[0].moved_bytes
     assert sorted(result.num_sets for result in results) == num_sets
 
 
@@ -215,12 +226,15 @@ def test_sizes_change(name: str) -> None:
         assert (found.moved_bytes > 0) == bool(modules)
 
 
+STATE_SPACE = {"pattern": "*GM-", "num_layers": 8, "overrides": {**GATED_DELTA_NET, **MAMBA}}
 UNPACKED = {
     "dense": ("dense", (), {}),
     "hybrid, whole layers": ("hybrid", (), {"pattern": "*-"}),
     "hybrid": ("hybrid", ROUTED, {}),
     "hybrid, MLP": ("hybrid", (*ROUTED, "mlp"), {"overrides": DENSE_TOO}),
     "hybrid, MLA": ("hybrid", ("attn",), {"pattern": "+-"}),
+    "hybrid, Mamba, gated delta nets": ("hybrid", (), STATE_SPACE),
+    "hybrid, Mamba": ("hybrid", ("mamba",), STATE_SPACE),
 }
 
 
@@ -228,7 +242,10 @@ UNPACKED = {
 def test_layers_without_packed_sequences(name: str) -> None:
     kind, scope, options = UNPACKED[name]
     case = ModelCase(kind, micro_batch_size=1, bf16=True, **options)  # as megatron-core captures
-    arguments = (case, scope, (2, 3, 1), DENSE_MODULES, "cpu-lazy")
+    modules = DENSE_MODULES
+    if kind == "hybrid":
+        modules += GDN_MODULES + MAMBA_MODULES
+    arguments = (case, scope, (2, 3, 1), modules, "cpu-lazy")
     (result,) = run_ranks(1, compare_layers, *arguments)
     assert result.difference is None
     assert result.reported_bytes == result.moved_bytes > 0, "of the only micro-batch"

@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 
@@ -80,7 +81,7 @@ def make_graphed_callables(
 
 
 def _run_all(calls: Sequence[tuple[torch.nn.Module, Any, Any]]) -> None:
-    outputs = [list(layer(*args, **kwargs)) for layer, args, kwargs in calls]
+    outputs = [tree_flatten(layer(*args, **kwargs))[0] for layer, args, kwargs in calls]
     for of_layer in reversed(outputs):
         grads = [o for o in of_layer if o.requires_grad]
         torch.autograd.backward(grads, [torch.zeros_like(o) for o in grads])
@@ -99,12 +100,15 @@ class _Graph:
         (self.hidden,) = args
         self.parameters = [item for item in layer.parameters() if item.requires_grad]
         self.taped: Any = None
+        self.returned: Any = None
+        """The structure of what the function returned: one tensor, or several."""
         self.is_reset = False
 
-    def __call__(self, hidden: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    def __call__(self, hidden: torch.Tensor, **options: Any) -> Any:
         assert not self.is_reset
         tensors = [options[name] for name in self.kwargs]
-        return _Replay.apply(self, hidden, *tensors, *self.parameters)
+        outputs = _Replay.apply(self, hidden, *tensors, *self.parameters)
+        return tree_unflatten(outputs, self.returned)
 
     def reset(self) -> None:
         """As Transformer Engine's."""
@@ -124,7 +128,9 @@ class _Graph:
             patch.object(self.layer, "_mask_now", None, create=True),
             _nothing_moves(),
         ):
-            return tuple(self.layer._te_cuda_graph_capture(self.hidden, **self.kwargs))
+            outputs = self.layer._te_cuda_graph_capture(self.hidden, **self.kwargs)
+        flat, self.returned = tree_flatten(outputs)
+        return tuple(flat)
 
 
 @contextlib.contextmanager

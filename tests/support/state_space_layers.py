@@ -39,6 +39,14 @@ OF_GPT = {
 """Options for this attention in every layer of a GPT model."""
 MAMBA = {"mamba_state_dim": 8, "mamba_head_dim": 16, "mamba_num_groups": 2}
 """Options for layers ``M``."""
+LARGE = {
+    **GATED_DELTA_NET,
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"linear_num_key_heads": 8, "linear_num_value_heads": 8},
+    **MAMBA,
+    "mamba_head_dim": 128,
+}
+"""Options for both on a GPU."""
 
 
 def has_them(case: ModelCase) -> bool:

@@ -108,6 +108,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     manager = model_router.Router(make_manager, partial(_prepare_chunk, config)).default
     try:
         compat.check_models_announce_passes()
+        compat.check_layers_are_graphed()
         table.apply(*features)
     except BaseException:
         manager.router.close()  # The current engine stays, and gets the host memory back.

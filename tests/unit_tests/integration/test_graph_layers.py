@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import inspect
 import itertools
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,8 @@ from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step, train
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.integration.seam import compat
+from megatron.slipstream.patches import releases
 
 pytestmark = pytest.mark.releases
 
@@ -220,6 +224,34 @@ def test_a_hybrid_model_is_built_from_such_layers() -> None:
     assert layers.attention_layer.module.__name__ == "GraphOffloadTransformerLayer"
     assert layers.moe_layer.module.__name__ == "GraphOffloadMoETransformerLayer"
     assert layers.mamba_layer.module.__name__ == "GraphOffloadMambaLayer"
+
+
+def test_a_method_of_layers_in_graphs_that_has_moved_is_named_at_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.core.transformer.module import GraphableMegatronModule
+
+    from megatron.slipstream.integration import install
+    from megatron.slipstream.integration.graphs.packed_layers import take_packed_sequences
+    from megatron.slipstream.options.fields import OffloadConfig
+
+    monkeypatch.delattr(GraphableMegatronModule, "_should_call_te_cudagraph")
+    for begin in (
+        lambda: install.install(OffloadConfig(offload_backend="cpu")),
+        lambda: take_packed_sequences([]),
+    ):
+        with pytest.raises(RuntimeError) as found:
+            begin()
+        assert "TransformerLayer._should_call_te_cudagraph does not exist in" in str(found.value)
+        assert releases.release() in str(found.value)
+    assert install.installed() is None
+
+
+def test_all_methods_that_layers_in_graphs_override_are_checked() -> None:
+    from megatron.slipstream.integration.graphs import layers
+
+    called = set(re.findall(r"super\(\)\.(_\w+)", inspect.getsource(layers.GraphedMixin)))
+    assert called == {*compat.METHODS_OF_GRAPHED_LAYERS}
 
 
 def _classes(rank: int, world_size: int, port: int) -> list[tuple[str, bool, bool]]:

@@ -39,7 +39,7 @@ class LayerCopies:
     """
 
     def __init__(self, vp_stage: int, find_engine: Optional[FindEngine] = None) -> None:
-        self._vp_stage = vp_stage
+        self.vp_stage = vp_stage
         self.find_engine = find_engine
         self.event: Optional[torch.cuda.Event] = None
         """Recorded in each graph of the layer once only copies remain."""
@@ -78,9 +78,9 @@ class LayerCopies:
             self.event = torch.cuda.Event(external=True)
         record = self.event.record
         tensors = [item for item in (*arguments, *inputs.values()) if torch.is_tensor(item)]
-        graphed = manager.graphs.begin_forward(self._vp_stage, layer.layer_number, tensors)
+        graphed = manager.graphs.begin_forward(self.vp_stage, layer.layer_number, tensors)
         try:
-            outputs = tuple(run(*arguments, **inputs))
+            outputs = run(*arguments, **inputs)
         finally:
             manager.graphs.end_forward(record)
         return _mark_backward(outputs, manager, graphed, record)
@@ -90,10 +90,10 @@ class LayerCopies:
         manager = self.engine_of(layer)
         if manager is None:
             return
-        manager.graphs.note_replay(GraphId(self._vp_stage, layer.layer_number, *_set_of(layer)))
+        manager.graphs.note_replay(GraphId(self.vp_stage, layer.layer_number, *_set_of(layer)))
         # Copies may be delayed until the next graph launch (delay_offload_until_cuda_graph):
         # none follows the last graph.
-        if manager.graphs.is_last(self._vp_stage, layer.layer_number):
+        if manager.graphs.is_last(self.vp_stage, layer.layer_number):
             manager.flush_delayed_groups()
 
     def stream_of(self, layer: Any) -> dict[str, Any]:
@@ -124,7 +124,8 @@ def offload_layers(
             marks = {name: vars(layer)[name] for name in _MARKS if name in vars(layer)}
             enable_offload(layer, vp_stage)
             undo.append(undo_on(layer, functools.partial(_disable_offload, marks)))
-        layer.graph_copies.find_engine = find_engine
+        # A hybrid model does not tell its layers their chunk when it builds them.
+        layer.graph_copies.vp_stage, layer.graph_copies.find_engine = vp_stage, find_engine
         undo.append(undo_on(layer, _leave_engine))
     return undo
 
@@ -232,15 +233,15 @@ class _BackwardGraph(torch.autograd.Function):
 
 
 def _mark_backward(
-    outputs: tuple[Any, ...],
-    manager: PipelineOffloadManager,
-    graphed: GraphedLayer,
-    record: Any,
-) -> tuple[Any, ...]:
+    outputs: Any, manager: PipelineOffloadManager, graphed: GraphedLayer, record: Any
+) -> Any:
     """Mark the beginning of backward on the first output that requires a gradient.
 
-    Its node is created last, so autograd runs it before all other ready nodes.
+    Its node is created last, so autograd runs it before all other ready nodes. A Mamba layer
+    returns a tensor, other layers a tuple or a list.
     """
+    if torch.is_tensor(outputs):
+        return _mark_backward((outputs,), manager, graphed, record)[0]
     for index, output in enumerate(outputs):
         if torch.is_tensor(output) and output.requires_grad:
             marked = _BackwardGraph.apply(output, manager, graphed, record)

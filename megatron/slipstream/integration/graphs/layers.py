@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
 
 class GraphedMixin(torch.nn.Module):
-    """Mixin for megatron-core's graphable layers, on the three methods that capture and replay.
+    """Mixin for megatron-core's graphable layers, on the methods that capture and replay.
 
     It orders the layer's graphs with the engine's copies, and supports packed sequences in them.
+    ``install()`` checks that the methods exist (``compat.check_layers_are_graphed``).
     """
 
     config: Any
@@ -72,11 +73,12 @@ class GraphedMixin(torch.nn.Module):
 
     def _should_call_te_cudagraph(self, *arguments: Any, **options: Any) -> bool:
         is_graphed = super()._should_call_te_cudagraph(*arguments, **options)  # type: ignore[misc]
-        if self.packed is None or not self.cuda_graphs:
+        if not is_graphed or not self.cuda_graphs:
             return bool(is_graphed)
-        if not is_graphed or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return False  # A pass without backward would use the graphs of one in flight.
-        return not self.packed.is_captured or self.packed.has_slot_for(self)
+        packed = self.packed
+        return packed is None or not packed.is_captured or packed.has_slot_for(self)
 
     def _forward_mlp(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         if self._mask_now is not None:

@@ -59,6 +59,7 @@ from megatron.slipstream.integration.graphs.layer_copies import (
 from megatron.slipstream.integration.graphs.layers import GraphedMixin
 from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables, constant_arguments
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
+from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.rules import require
@@ -437,6 +438,7 @@ def take_packed_sequences(
     chunks: Sequence[torch.nn.Module], limits: Optional[RankLimits] = None
 ) -> list[Callable[[], None]]:
     """Do the same as :func:`with_packed_layer_graphs`; return functions that undo it."""
+    compat.check_layers_are_graphed()
     table.apply(Feature.FUSED_ROTATION)
     user = object()  # Others may go on when these chunks no longer take part.
     patching.apply(table.TABLE[Feature.PACKED_LAYER_GRAPHS], user)

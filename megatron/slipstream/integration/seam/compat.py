@@ -68,6 +68,26 @@ def check_models_announce_passes() -> None:
 # CUDA graphs of layers
 
 
+METHODS_OF_GRAPHED_LAYERS = (
+    *("_te_cuda_graph_capture", "_te_cuda_graph_replay", "_get_te_cuda_graph_replay_args"),
+    *("_should_call_te_cudagraph", "_forward_mlp"),
+)
+"""Private methods of a ``TransformerLayer`` that layers in graphs override."""
+
+
+def check_layers_are_graphed() -> None:
+    """Check that megatron-core captures and replays layers by the methods that ours override.
+
+    Raises:
+        RuntimeError: One has moved.
+    """
+    for method in METHODS_OF_GRAPHED_LAYERS:
+        resolve(
+            f"megatron.core.transformer.transformer_layer.TransformerLayer.{method}",
+            "CUDA graphs of layers would not be ordered with copies",
+        )
+
+
 def unmark_norms_at_graph_edges(layer: Any) -> None:
     """Unmark norms of a new layer whose input is an input or output of its graphs.
 
