@@ -81,6 +81,14 @@ class Source:
             raise self.moved(name, f"has no {', '.join(missing)}")
         return found
 
+    def calling(self, name: str, callee: str, *uses: str) -> ast.stmt:
+        """Return the only statement of a function that calls ``callee``."""
+        function = self.function(name, *uses)
+        calls = [s for s in ast.walk(function) if isinstance(s, ast.stmt) and _calls(s, callee)]
+        if len(calls) != 1:
+            raise self.moved(name, f"calls {callee} {len(calls)} times, not once")
+        return calls[0]
+
     def moved(self, name: str, fault: str) -> MovedError:
         """Return the error that a place is not as expected."""
         return MovedError(f"{self.path}: {name} {fault}; {_CURE}")
@@ -222,11 +230,20 @@ def before_call(callee: str, code: str, *uses: str) -> Change:
     """Run code before the only statement of a function that calls ``callee``."""
 
     def change(source: Source, name: str) -> None:
-        function = source.function(name, *uses)
-        calls = [s for s in ast.walk(function) if isinstance(s, ast.stmt) and _calls(s, callee)]
-        if len(calls) != 1:
-            raise source.moved(name, f"calls {callee} {len(calls)} times, not once")
-        source.insert(calls[0].lineno, code, calls[0].col_offset)
+        call = source.calling(name, callee, *uses)
+        source.insert(call.lineno, code, call.col_offset)
+
+    return change
+
+
+def around_call(callee: str, wrapper: str, code: str = "") -> Change:
+    """Call ``wrapper(callee)`` where a function calls ``callee``, with code before."""
+
+    def change(source: Source, name: str) -> None:
+        call = source.calling(name, callee)
+        text = ast.get_source_segment(source.text, call)
+        assert text is not None
+        source.replace(call, call, f"{code}{text.replace(callee, f'{wrapper}({callee})', 1)}\n")
 
     return change
 
@@ -251,4 +268,4 @@ def _calls(statement: ast.stmt, callee: str) -> bool:
     if any(isinstance(node, ast.stmt) for node in ast.iter_child_nodes(statement)):
         return False
     calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call))
-    return any(isinstance(call.func, ast.Name) and call.func.id == callee for call in calls)
+    return any(ast.unparse(call.func) == callee for call in calls)

@@ -11,8 +11,8 @@ from pathlib import Path
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import Patch
 from tools.upstream.anchors import Edit
-from tools.upstream.fields import field_edits
-from tools.upstream.modules import FOLDERS, modules_in
+from tools.upstream.fields import budget_edits, field_edits
+from tools.upstream.modules import ENGINE_FOLDERS, modules_in
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Commit:
     """More edits."""
     lacking: dict[str, str] = field(default_factory=dict)
     """By version: what is left out on that branch."""
+    name: str = ""
+    """For lines of files of ``new`` that are not there before it, or with it."""
 
 
 COMMITS = (
@@ -65,7 +67,7 @@ COMMITS = (
         "without an engine of theirs behind it, the facade does what it did.",
         (*table.GROUPS, *table.DISCARDED),
         (
-            *(module for room in FOLDERS for module in modules_in(room)),
+            *(module for room in ENGINE_FOLDERS for module in modules_in(room)),
             *("integration.seam.manager", "launcher", "options.engine", "options.fields"),
             *("options.host_memory", "options.rules", "patches.marks"),
         ),
@@ -98,6 +100,23 @@ COMMITS = (
         edits=field_edits,
         new=("test_config_fields.py",),
     ),
+    Commit(
+        "Planned offloading: recomputation and a memory budget",
+        "activation_memory_budget chooses for each layer what it keeps, moves and recomputes, so\n"
+        "that activations fit in the least time. Layers are changed between iterations, and the\n"
+        "inputs of checkpoints move, too.",
+        name="budget",
+        rows=table.CHECKPOINTS,
+        modules=(
+            *modules_in("integration.budget"),
+            *("integration.layers.layer_boundaries", "integration.layers.layer_parts"),
+            *("integration.layers.layer_settings", "integration.seam.layer_classes"),
+            "options.budget",
+        ),
+        new=("select.py", "test_memory_budget.py"),
+        edits=budget_edits,
+        helpers=("integration.cpu.cpu_memory",),
+    ),
 )
 
 NOT_YET = (
@@ -106,6 +125,5 @@ NOT_YET = (
     "chunk graphs",
     "sync-free experts",
     "dynamic context parallelism",
-    "recomputation and the memory budget",
 )
 """Commits that would follow."""

@@ -21,6 +21,7 @@ from tools.upstream.anchors import (
     Edit,
     MovedError,
     Source,
+    around_call,
     at_end,
     at_start,
     before_call,
@@ -168,6 +169,31 @@ def _discarding(root: Path, patch: Patch) -> Edit:
     return Edit(path, name, change, patch.reason)
 
 
+_GROUP = f"""\
+# Imported here: the module imports the schedules, which import this one.
+from {ENGINE}.marks import run_in_a_group
+
+"""
+
+
+def _group_of_te(source: Source, name: str) -> None:
+    """Call the imported ``checkpoint`` in a group."""
+    imports = [s for s in source.function(name, "checkpoint").body if isinstance(s, ast.ImportFrom)]
+    if len(imports) != 1:
+        raise source.moved(name, "does not import checkpoint in one place")
+    line = (imports[0].end_lineno or 0) + 1
+    source.insert(line, f"{_GROUP}checkpoint = run_in_a_group(checkpoint)\n", 4)
+
+
+def _grouping(_: Path, patch: Patch) -> Edit:
+    """Checkpoints run in a group, those of Transformer Engine where Megatron calls them."""
+    if not patch.target.startswith("megatron."):
+        path = "megatron/core/extensions/transformer_engine.py"
+        return Edit(path, "te_checkpoint", _group_of_te, patch.reason)
+    change = around_call("CheckpointFunction.apply", "run_in_a_group", _GROUP)
+    return Edit("megatron/core/tensor_parallel/random.py", "checkpoint", change, patch.reason)
+
+
 IN_PLACE: Mapping[str, Union[Maker, str]] = {
     "call_through_router": _overridden,
     "build_through_router": _decorated,
@@ -203,7 +229,7 @@ IN_PLACE: Mapping[str, Union[Maker, str]] = {
     ),
     "pass_mask_on": "the edit of routing() has the mask",
     "accept_own_modules": "modules of our own are not part of the series yet",
-    "run_in_a_group": "inputs of checkpoints are not part of the series yet",
+    "run_in_a_group": _grouping,
     "capture_packed": "packed sequences are not part of the series yet",
     "delete_packed": "packed sequences are not part of the series yet",
     "keep_tensors": "chunk graphs are not part of the series yet",

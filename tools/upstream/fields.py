@@ -5,22 +5,44 @@
 from __future__ import annotations
 
 import ast
+import re
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
-from tools.upstream.anchors import Edit, Source, at_end
+from tools.upstream.anchors import Change, Edit, Source, at_end
 from tools.upstream.modules import ENGINE, source_of
 
 CONFIG = "megatron/core/transformer/transformer_config.py"
+_CLASS = "TransformerConfig"
+_POST_INIT = f"{_CLASS}.__post_init__"
+_SWITCH = "fine_grained_activation_offloading"
 FIELDS = (
     *("offload_backend", "offload_release_lag", "offload_prefetch_depth"),
     *("offload_target_memory_gib", "offload_max_overhead_percent"),
     *("offload_host_memory_limit_bytes", "offload_native", "offload_verify"),
     "offload_nvtx_ranges",
 )
-"""Settings that the series supports, beside ``offload_engine``."""
-_AFTER = "fine_grained_activation_offloading"
-_TYPES = {"offload_max_overhead_percent": "Optional[float]"}
-"""Types without a choice of words, of which Megatron's factory makes no flag."""
+"""Settings that the engine alone supports, beside ``offload_engine``."""
+BUDGET_FIELDS = ("activation_memory_budget", "offload_checkpoint_inputs")
+_NUMBER_OR_AUTO = """\
+float | Literal["auto"] | None = field(
+    default=None,
+    metadata={"argparse_meta": {"type": lambda text: text if text == "auto" else float(text)}},
+)
+"""
+"""A field of which Megatron's factory makes a flag only with a function that reads it."""
+_LEFT_OUT = {
+    "activation_memory_budget": (
+        "Switches offloading on, including the inputs of checkpoints; the default of "
+        "`--offload-modules` is then all modules of the model that can move. ",
+    ),
+    "offload_checkpoint_inputs": (
+        ", and of MLPs in tiles (`--mlp-sequence-tiles`)",
+        " The default of `--offload-modules` is then core_attn.",
+    ),
+}
+"""Parts of descriptions that do not hold there."""
 
 _ENGINE_FIELD = '''\
 offload_engine: Literal["megatron", "slipstream"] = "megatron"
@@ -34,51 +56,85 @@ if self.fine_grained_activation_offloading and self.offload_engine == "slipstrea
 
     select_at_first_call(self)
 """
+_BUDGET_CHECK = """\
+if self.activation_memory_budget is not None or self.offload_checkpoint_inputs:
+    if not self.fine_grained_activation_offloading or self.offload_engine != "slipstream":
+        raise ValueError(
+            "activation_memory_budget and offload_checkpoint_inputs are not supported "
+            "without the engine that follows them because no other does; set "
+            "fine_grained_activation_offloading=True and offload_engine='slipstream'"
+        )
+"""
 
 
 def field_edits(root: Path) -> list[Edit]:
     """Return the edits that add the fields and their checks."""
-    name = "TransformerConfig"
+    fields = _ENGINE_FIELD + "\n" + _fields(FIELDS)
     return [
-        Edit(CONFIG, name, _add_fields, "fields of the engine"),
-        Edit(CONFIG, f"{name}.__post_init__", at_end(_CHECK), "their checks, and the choice"),
+        Edit(CONFIG, _CLASS, _behind(_SWITCH, fields), "fields of the engine"),
+        Edit(CONFIG, _POST_INIT, at_end(_CHECK), "their checks, and the choice"),
     ]
 
 
-def _add_fields(source: Source, name: str) -> None:
-    """Add the fields behind the switch of offloading, which the class must have."""
-    config = source.find(name)
-    places = [
-        place
-        for place, node in enumerate(config.body)
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == _AFTER
+def budget_edits(root: Path) -> list[Edit]:
+    """Return the edits that add the fields of recomputation and budget, and their checks."""
+    fields = _behind(FIELDS[-1], _fields(BUDGET_FIELDS))
+    return [
+        Edit(CONFIG, _CLASS, fields, "fields of recomputation and the memory budget"),
+        Edit(CONFIG, _POST_INIT, at_end(_BUDGET_CHECK), "the same without the engine is refused"),
     ]
-    if len(places) != 1:
-        raise source.moved(f"{name}.{_AFTER}", "is not a field")
-    last = config.body[places[0] + 1]  # its description
-    if not isinstance(last, ast.Expr):
-        raise source.moved(f"{name}.{_AFTER}", "has no description")
-    code = "\n" + "\n".join([_ENGINE_FIELD, *map(_field, FIELDS)])
-    source.insert((last.end_lineno or 0) + 1, code, last.col_offset)
 
 
-def _field(name: str) -> str:
-    """Return a setting's field and description, from the class that has it here."""
+def _behind(field: str, code: str) -> Change:
+    """Add fields behind another one, which the class must have."""
+
+    def change(source: Source, name: str) -> None:
+        config = source.find(name)
+        places = [
+            place
+            for place, node in enumerate(config.body)
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == field
+        ]
+        if len(places) != 1:
+            raise source.moved(f"{name}.{field}", "is not a field")
+        last = config.body[places[0] + 1]  # its description
+        if not isinstance(last, ast.Expr):
+            raise source.moved(f"{name}.{field}", "has no description")
+        source.insert((last.end_lineno or 0) + 1, f"\n{code}", last.col_offset)
+
+    return change
+
+
+def _fields(names: Sequence[str]) -> str:
+    """Return settings' fields and descriptions, from the class that has them here."""
     text = source_of("options.fields").read_text()
     config = next(
         node
         for node in ast.parse(text).body
         if isinstance(node, ast.ClassDef) and node.name == "OffloadConfig"
     )
+    found = {}
     for node, description in zip(config.body, config.body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name:
-            hint = _TYPES.get(name, ast.unparse(node.annotation)).replace("'", '"')
-            default = node.value
-            if isinstance(default, ast.Call):
-                default = next(word.value for word in default.keywords if word.arg == "default")
-            assert default is not None
-            shown = ast.unparse(default).replace("'", '"')
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            name = ast.unparse(node.target)
             words = ast.get_source_segment(text, description) or ""
-            lines = words.replace("`--", "`").replace("\n    ", "\n")
-            return f"{name}: {hint} = {shown}\n{lines}\n"
-    raise ValueError(f"OffloadConfig has no {name}; adapt tools/upstream/fields.py")
+            found[name] = f"{_typed(node)}\n{_said(name, words)}\n"
+    return "\n".join(f"{name}: {found[name]}" for name in names)
+
+
+def _typed(node: ast.AnnAssign) -> str:
+    """Return the type of a field and its default."""
+    hint = ast.unparse(node.annotation)
+    shown = _NUMBER_OR_AUTO if hint.startswith("Union") else f"{hint} = {ast.unparse(node.value)}"
+    return shown.replace("'", '"').rstrip("\n")
+
+
+def _said(name: str, words: str) -> str:
+    """Return a field's description with names of fields in place of flags."""
+    words = " ".join(words.split())
+    for left_out in _LEFT_OUT.get(name, ()):
+        if left_out not in words:
+            raise ValueError(f"{name} is no longer described by {left_out!r}; adapt _LEFT_OUT")
+        words = words.replace(left_out, "")
+    words = re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), words)
+    return textwrap.fill(words, 96, break_long_words=False, break_on_hyphens=False)

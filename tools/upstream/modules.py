@@ -25,15 +25,24 @@ HEAD = (
 )
 HEAD_THERE = "# Copyright (c) 2026, NVIDIA CORPORATION. All rights reserved."
 
-FOLDERS = {"plan": f"{PIPELINE}.offload_plan", "fine_grained_activation_offload": ENGINE}
+ENGINE_FOLDERS = {"plan": f"{PIPELINE}.offload_plan", "fine_grained_activation_offload": ENGINE}
+FOLDERS = {
+    **ENGINE_FOLDERS,
+    "integration.budget": f"{ENGINE}.budget",
+}
 """Packages that move as a whole, and their names there."""
 MODULES = {
+    "integration.layers.layer_boundaries": f"{ENGINE}.budget.layer_boundaries",
+    "integration.layers.layer_parts": f"{ENGINE}.budget.layer_parts",
+    "integration.layers.layer_settings": f"{ENGINE}.budget.layer_settings",
+    "integration.seam.layer_classes": f"{ENGINE}.layer_classes",
     "integration.seam.gradients": f"{ENGINE}.gradients",
     "integration.seam.manager": f"{ENGINE}.manager",
     "integration.seam.model_router": f"{ENGINE}.model_router",
     "integration.seam.p2p_sync": f"{ENGINE}.p2p_sync",
     "integration.seam.compat": f"{ENGINE}.pass_arguments",
     "launcher": f"{ENGINE}.launcher",
+    "options.budget": f"{ENGINE}.budget.budget_rules",
     "options.engine": f"{ENGINE}.option_rules",
     "options.fields": f"{ENGINE}.options",
     "options.host_memory": f"{ENGINE}.host_memory",
@@ -67,9 +76,10 @@ KEEP = {
     "integration.cpu.cpu_only": {"install_cpu_shims"},
     "integration.seam.compat": {"missing_pass_arguments"},
     "launcher": {"rank", "num_local_ranks"},
+    "options.budget": {"BUDGET_RULES", "GATHERED", "OTHER_PASSES"},
     "options.engine": {"RULES"},
     "options.fields": {"OffloadConfig"},
-    "options.model": {"moves_in_layer_graphs"},
+    "options.model": {"moves_in_layer_graphs", "CHECKPOINTED_MODULES", "graphed_modules"},
     "options.rules": {"Condition", "Rule", "check_rules", "option_rule", "require", "value_rule"},
     "packed_sequences.batch": {"context_parallel_positions"},
     "patches.multihot_map": {"indices_to_multihot"},
@@ -93,6 +103,23 @@ REWORD = {
     "fine_grained_activation_offload.peak_statistics": (
         (f":mod:`{PACKAGE}.patches` do that; this", "Patches do that; this"),
     ),
+    "integration.budget.stage_ranks": (
+        ("        if isinstance(module, DynamicGroupMixin):\n", ""),
+        ('            yield "dynamic_context_parallel"\n', ""),
+    ),
+    "integration.layers.layer_parts": (
+        (
+            '    if part in ("mlp", "moe_act") and has_tiles(layer.mlp):\n'
+            '        return "its tiles are computed again in backward anyway '
+            '(mlp_sequence_tiles)"\n',
+            "",
+        ),
+    ),
+    "integration.layers.layer_settings": (
+        ("graphs_of(model.decoder) is not None", "False"),
+        ("    of_chunks = (graphs_of(_language_model(chunk).decoder) for chunk in chunks)\n", ""),
+        (" or any(graphs and graphs.is_captured for graphs in of_chunks)", ""),
+    ),
     "integration.seam.manager": (
         ("1, build the model ", "1, or leave the modules that "),
         (f'"from {PACKAGE}.with_graph_offloading(spec), or leave the modules that "', ""),
@@ -115,10 +142,8 @@ def place_of(module: str) -> Optional[str]:
         return None
     if module in MODULES or module in TEST_MODULES:
         return MODULES.get(module) or TEST_MODULES[module]
-    room, _, rest = module.partition(".")
-    if room not in FOLDERS:
-        return None
-    return f"{FOLDERS[room]}.{rest}" if rest else FOLDERS[room]
+    room = next((room for room in FOLDERS if f"{module}.".startswith(f"{room}.")), None)
+    return None if room is None else FOLDERS[room] + module.removeprefix(room)
 
 
 def source_of(module: str) -> Path:
@@ -131,7 +156,7 @@ def modules_in(room: str) -> list[str]:
     """Return all modules of a moved package that move."""
     top = ROOT.joinpath(*PACKAGE.split("."))
     found = []
-    for path in sorted((top / room).rglob("*.py")):
+    for path in sorted(source_of(room).parent.rglob("*.py")):
         parts = path.relative_to(top).with_suffix("").parts
         found.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     return [module for module in found if module not in STAY]
@@ -206,6 +231,29 @@ def imports_of(text: str, module: str = "") -> Iterator[str]:
             for alias in node.names:
                 if (alias.asname or alias.name.split(".")[0]) in used:
                     yield prefix + alias.name
+
+
+_STATE = re.compile(r"  # (since|before) (\w+)$")
+
+
+def as_of(text: str, made: frozenset[str]) -> str:
+    """Return a file of ``new`` as it is after some commits.
+
+    A line that ends in ``# since NAME`` is there from the commit of that name on, with the lines
+    indented below it; one that ends in ``# before NAME`` until then.
+    """
+    kept = []
+    outer: Optional[int] = None
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if outer is not None and (not line or indent > outer):
+            continue
+        state = _STATE.search(line)
+        is_there = state is None or (state[2] in made) == (state[1] == "since")
+        outer = None if is_there else indent
+        if is_there:
+            kept.append(_STATE.sub("", line) + "\n")
+    return "".join(kept)
 
 
 # Parts of a module.

@@ -66,10 +66,12 @@ def make(root: Path, commits: Sequence[Commit] = COMMITS) -> Iterator[Made]:
     """
     version = version_of(root)
     landed: set[str] = set()
+    made: set[str] = set()
     for commit in commits:
         landed |= set(commit.modules)
+        made.add(commit.name)
         files = [modules.landed(module) for module in commit.modules]
-        files += [file for name in commit.new for file in _new_files(name)]
+        files += [file for name in commit.new for file in _new_files(name, frozenset(made))]
         files += [modules.landed(module) for module in commit.helpers]
         lacking = [f"{version}: {commit.lacking[version]}"] if version in commit.lacking else []
         num_staying = 0
@@ -99,9 +101,9 @@ def make(root: Path, commits: Sequence[Commit] = COMMITS) -> Iterator[Made]:
         yield Made(commit.title, shown, num_new, num_staying, lacking)
 
 
-def _new_files(name: str) -> list[Landed]:
-    """Return the files that a file of ``new`` becomes."""
-    text = modules.rewritten((modules.NEW_TEXT / name).read_text())
+def _new_files(name: str, made: frozenset[str]) -> list[Landed]:
+    """Return the files that a file of ``new`` becomes after some commits."""
+    text = modules.rewritten(modules.as_of((modules.NEW_TEXT / name).read_text(), made))
     if name == "conftest.py":
         return [Landed(f"{TESTS}/offload_{room}/{name}", text) for room in ("plan", "engine")]
     if name == "offloaded_models.py":

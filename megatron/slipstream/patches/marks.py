@@ -112,8 +112,8 @@ def forget_recomputation(checkpoint: Any) -> None:
 def run_in_a_group(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``apply`` of a checkpoint's autograd function."""
 
-    def apply(*arguments: Any) -> Any:
-        run = functools.partial(original, *arguments)
+    def apply(*arguments: Any, **options: Any) -> Any:
+        run = functools.partial(original, *arguments, **options)
         engine = _engine()
         return run() if engine is None else run_checkpoint(engine, run)
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -22,7 +23,10 @@ from tools.upstream.modules import ROOT, TESTS
 from tools.upstream.series import TEST_PLACES, Made, git, make
 
 GUIDE = ROOT / "docs" / "design" / "upstream.md"
-FAST = ("test_padded_routing.py", "test_config_fields.py", "test_bit_equality.py")
+FAST = (
+    *("test_padded_routing.py", "test_config_fields.py", "test_bit_equality.py"),
+    "test_memory_budget.py",
+)
 WITHOUT_PLUGIN = (
     "import sys; sys.modules['megatron.slipstream'] = None; import pytest; "
     "sys.exit(pytest.main(sys.argv[1:]))"
@@ -77,7 +81,7 @@ def test_the_tests_of_the_series_pass_in_the_patched_tree(
             *("-k", "not auto", *(f"{TEST_PLACES.get(name, folder)}/{name}" for name in FAST)),
         ],
         cwd=checkout,
-        env={"PYTHONPATH": str(checkout), "PATH": "", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

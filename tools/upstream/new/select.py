@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
@@ -17,16 +19,19 @@ from megatron.slipstream.fine_grained_activation_offload.engine_setup import (
     open_backend,
 )
 from megatron.slipstream.fine_grained_activation_offload.regions import RegionFlag
+from megatron.slipstream.integration.budget.memory_budget import MemoryBudget
 from megatron.slipstream.integration.seam import model_router
 from megatron.slipstream.launcher import rank
+from megatron.slipstream.options.budget import BUDGET_RULES
 from megatron.slipstream.options.fields import OffloadConfig
+from megatron.slipstream.options.rules import check_rules, require
 from megatron.slipstream.patches.model_calls import set_before_first_call
 
 logger = logging.getLogger(__name__)
 
 NOT_HERE = (
-    "activation_memory_budget",
-    "offload_checkpoint_inputs",
+    "activation_memory_budget",  # before budget
+    "offload_checkpoint_inputs",  # before budget
     "offload_report_path",
     "offload_trace_path",
 )
@@ -61,7 +66,7 @@ def select(config: OffloadConfig) -> model_router.RoutedManager:
             return current.router.default
         current.router.close()
     backend = open_backend(config)
-    router = model_router.Router(partial(_make_manager, config, backend), lambda chunk, find: [])
+    router = model_router.Router(partial(_make_manager, config, backend), partial(_prepare, config))
     facade.PipelineOffloadManager.OFFLOAD_MGR = router.default
     logger.info("planned offloading moves activations (backend %s)", backend.name)
     return router.default
@@ -93,7 +98,25 @@ def select_at_first_call(options: Any) -> None:
             "offload_engine=slipstream because its copies would not be part of the graphs; set "
             "offload_engine=megatron or cuda_graph_impl=none"
         )
-    set_before_first_call(partial(select, OffloadConfig(**given)))
+    config = OffloadConfig(**given)
+    _check(options, config)  # since budget
+    set_before_first_call(partial(select, config))
+
+
+def _check(options: Any, config: OffloadConfig) -> None:  # since budget
+    """Check the settings together with those of a model."""
+    # What no model's configuration has is checked on the model that is called.
+    elsewhere = ("cuda_graph_granularity", "use_megatron_fsdp", "use_torch_fsdp2")
+    given = {**dict.fromkeys(elsewhere), **vars(options), **vars(config)}
+    require(check_rules(BUDGET_RULES, SimpleNamespace(**given)))
+
+
+def _prepare(
+    config: OffloadConfig, chunk: Any, find_engine: Callable[[], model_router.RoutedManager]
+) -> list[Callable[[], None]]:
+    """Prepare a model chunk before it runs; return functions that undo it."""
+    _check(chunk.config, config)  # since budget
+    return []
 
 
 def _make_manager(
@@ -105,6 +128,9 @@ def _make_manager(
     host_limit.join(manager.store.host_pool, config.offload_host_memory_limit_bytes)
     manager.config = config
     manager.engine.regions.flag = _region_flag()
+    manager.engine.moves_checkpoint_inputs = config.moves_checkpoint_inputs
+    if config.activation_memory_budget is not None:  # since budget
+        manager.budget = MemoryBudget(manager.engine, config.activation_memory_budget)
     return manager
 
 

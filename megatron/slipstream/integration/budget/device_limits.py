@@ -11,6 +11,7 @@ engine's host memory has been read.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal, Optional, Union
 
@@ -136,9 +137,7 @@ def optimizer_host_bytes(chunks: Sequence[torch.nn.Module]) -> int:
     Args:
         chunks: The model's chunks. Their script is megatron's, or nothing is known: 0.
     """
-    from megatron.training import global_vars
-
-    args: Any = global_vars._GLOBAL_ARGS
+    args: Any = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     if args is None or not getattr(args, "optimizer_cpu_offload", False):
         return 0
     is_sharded = bool(getattr(args, "use_distributed_optimizer", False))
