@@ -128,9 +128,9 @@ SHORT: dict[int, dict[int, Sizes]] = {
 
 def setting_of(name: str, num_ranks: int) -> Setting:
     if name.startswith("small"):
-        case = ModelCase(name.split()[-1], **SMALL, overrides=PER_TOKEN)
+        case = ModelCase(name.split()[1], **SMALL, overrides=PER_TOKEN)
         if case.kind == "hybrid":
-            case = replace(case, pattern="*-", num_layers=2)
+            case = replace(case, pattern=name.split()[2], num_layers=2)
         return Setting(case, RankLimits(num_ranks, 32, 4), SHORT_LENGTHS, SHORT[num_ranks])
     limits = RankLimits(num_ranks, TOKENS_PER_RANK, MAX_SEQUENCES)
     return Setting(CASES[name], limits, LENGTHS, ON_RANKS[num_ranks])
@@ -144,7 +144,10 @@ def found_on(num_ranks: int, name: str) -> list[Found]:
 
 RANKS_AND_CASES = [
     *(pytest.param(4, f"small {kind}", id=f"4 ranks, small {kind}") for kind in ("dense", "mla")),
-    pytest.param(2, "small hybrid", id="2 ranks, small hybrid"),
+    *(
+        pytest.param(2, f"small hybrid {pattern}", id=f"2 ranks, small hybrid {pattern}")
+        for pattern in ("*-", "+-")
+    ),
     *(pytest.param(2, name, marks=pytest.mark.gpus2, id=f"2 ranks, {name}") for name in CASES),
     pytest.param(4, "dense", marks=pytest.mark.gpus4, id="4 ranks, dense"),
     pytest.param(4, "MLA", marks=pytest.mark.gpus4, id="4 ranks, MLA"),
