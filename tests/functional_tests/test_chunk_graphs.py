@@ -12,7 +12,7 @@ from typing import Any, Optional
 import pytest
 from fp8_recipes import RECIPES, skip_without_recipe
 from gpu_models import FUSED_ROPE, MLA_SIZES, on_gpu
-from model_case import MLP_MODULES
+from model_case import GDN_MODULES, MAMBA_MODULES, MLP_MODULES
 from ranks import TIMEOUT_S, run_ranks
 from replayed_gpt import (
     DROP_AND_PAD,
@@ -23,6 +23,7 @@ from replayed_gpt import (
     replay_again,
     train_and_leave,
 )
+from state_space_layers import GATED_DELTA_NET, LARGE, MAMBA
 from timed_backend import take_times_on_cpu
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
 
@@ -71,6 +72,9 @@ ONE_RANK = {
         pattern="*-*E/*E",
         overrides={**DROP_AND_PAD, **EXPERT_BIAS, **FURTHER_TOKEN},
     ),
+    "hybrid, Mamba and gated delta nets": ModelCase(
+        "hybrid", pattern="*GM-", overrides={**GATED_DELTA_NET, **MAMBA, **DROPOUT}
+    ),
     "packed hybrid, MLA, dropless": ModelCase(
         "hybrid", pattern="+-+E", sync_free_experts=True, is_packed=True, micro_batch_size=1
     ),
@@ -102,6 +106,16 @@ PIPELINES = {
             num_layers=8,
             pp=2,
             overrides={**DROP_AND_PAD, **EXPERT_BIAS, **FURTHER_TOKEN},
+        ),
+        (4, 3, 1),
+    ),
+    "PP2, Mamba and gated delta nets": (
+        ModelCase(
+            "hybrid",
+            pattern="*GM-|*GM-",
+            num_layers=8,
+            pp=2,
+            overrides={**GATED_DELTA_NET, **MAMBA, **DROPOUT},
         ),
         (4, 3, 1),
     ),
@@ -147,7 +161,7 @@ def test_one_rank(case: ModelCase) -> None:
 
 OFFLOADED = (
     *("PP2 VPP2, experts", "PP2 VPP2, dropless experts", "PP2, FP8"),
-    *("PP2, hybrid", "PP2 VPP2, hybrid"),
+    *("PP2, hybrid", "PP2 VPP2, hybrid", "PP2, Mamba and gated delta nets"),
 )
 
 
@@ -161,7 +175,9 @@ def test_offloading_inside_the_graphs(name: str) -> None:
     case, counts = PIPELINES[name]
     # The last layer of a chunk stays.
     case = dataclasses.replace(case, num_layers=max(case.num_layers, 4 * (case.vpp or 1)))
-    modules = DENSE_MODULES + MLP_MODULES if case.kind == "dense" else MOE_MODULES
+    modules = MOE_MODULES if case.has_experts else DENSE_MODULES + MLP_MODULES
+    if set("GM") & set(case.pattern):
+        modules = GDN_MODULES + MAMBA_MODULES
     for rank, result in enumerate(check(2, case, counts[:3], None, modules, "cpu-lazy")):
         assert len(result.moved_bytes) == (case.vpp or 1)
         assert min(result.moved_bytes) > 0
@@ -262,6 +278,9 @@ ON_GPU = {
     "further tokens": on_gpu(ONE_RANK["further tokens"]),
     "hybrid, drop and pad": on_gpu(ONE_RANK["hybrid, drop and pad"], **EXPERTS, **DROPOUT),
     "hybrid, MLA": on_gpu(ModelCase("hybrid", pattern="+-"), **MLA_SIZES),
+    "hybrid, Mamba and gated delta nets": on_gpu(
+        ModelCase("hybrid", pattern="*GM-"), **LARGE, **DROPOUT
+    ),
     "hybrid, dropless": on_gpu(ModelCase("hybrid", sync_free_experts=True), **DROPLESS),
     "norms recomputed": on_gpu(ONE_RANK["norms recomputed"], **DROPOUT),
     "attention recomputed": on_gpu(ONE_RANK["attention recomputed"]),

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
@@ -101,13 +102,15 @@ class ToyLayer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.parts = SimpleNamespace(weight=self.weight)
+        """No module, as that of a Mamba mixer which refers to its parameters."""
         self.linear = torch.nn.Linear(WIDTH, WIDTH)
         self.register_buffer("num_tokens", torch.zeros(()))
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.num_tokens += x.shape[0] * scale.sum()
-        y = torch.nn.functional.dropout(_OwnGradient.apply(x, self.weight), 0.25)
+        y = torch.nn.functional.dropout(_OwnGradient.apply(x, self.parts.weight), 0.25)
         return x + torch.tanh(self.linear(y)) * scale
 
 

@@ -65,13 +65,14 @@ class CaptureParameters:
     """
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
+        places = {id(place): place for part in module.modules() for place in _places_in(part)}
         self._own = [
-            (part._parameters, own_name, parameter)
-            for part in module.modules()
-            for own_name, parameter in part._parameters.items()
-            if parameter is not None
+            (place, own_name, parameter)
+            for place in places.values()
+            for own_name, parameter in place.items()
+            if isinstance(parameter, torch.nn.Parameter)
         ]
-        """The modules and names of each parameter; a shared one has several."""
+        """The places and names of each parameter; a shared one has several."""
         self._others: dict[torch.nn.Parameter, Any] = {}
         for full_name, parameter in module.named_parameters():
             if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
@@ -96,6 +97,17 @@ class CaptureParameters:
         finally:
             for place, name, parameter in self._own:
                 place[name] = parameter
+
+
+def _places_in(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield what holds parameters: the module, and its objects that are no modules.
+
+    A Mamba mixer has such an object, which gives each context-parallel rank its part of them.
+    """
+    yield module._parameters
+    for item in vars(module).values():
+        if isinstance(getattr(item, "__dict__", None), dict):
+            yield vars(item)
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from megatron.slipstream.options.rules import Condition, Rule, option_rule
@@ -48,13 +47,9 @@ def _recomputes_dropout(facts: Any) -> bool:
     )
 
 
-_NOT_CAPTURED = {"M": "Mamba", "G": "gated delta net", "D": "sparse attention"}
-"""Layers of hybrid models that no chunk graph contains."""
-
-
-def _decodes_without(letter: str, facts: Any) -> bool:
-    """Whether no layer of this kind is captured; those that predict several tokens never are."""
-    return letter not in (facts.hybrid_layer_pattern or "").partition("/")[0]
+def _has_no_sparse_attention(facts: Any) -> bool:
+    """Whether no captured layer has it; layers that predict further tokens are not captured."""
+    return "D" not in (facts.hybrid_layer_pattern or "").partition("/")[0]
 
 
 CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
@@ -158,15 +153,12 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "use distributed data parallelism (use_distributed_optimizer)",
     ),
     _unsupported("tp_comm_overlap", "all micro-batches in flight share its user buffers"),
-    *(
-        _unsupported(
-            "hybrid_layer_pattern",
-            f"layers {letter} ({kind}) are not tested in a graph",
-            "use only * (attention), + (multi-latent attention), - (MLP) and E (MoE), or set "
-            "cuda_graph_granularity=layer",
-            partial(_decodes_without, letter),
-        )
-        for letter, kind in _NOT_CAPTURED.items()
+    _unsupported(
+        "hybrid_layer_pattern",
+        "layers D (sparse attention) pass the keys that they choose to later layers in Python "
+        "objects of a pass, which a replay does not have",
+        "use + (multi-latent attention) instead, or set cuda_graph_granularity=layer",
+        _has_no_sparse_attention,
     ),
     _unsupported("hybrid_context_parallel", "each micro-batch has another context-parallel group"),
     _unsupported(
