@@ -25,19 +25,11 @@ class Variant:
     has_defaults: bool = True
     """Whether Slipstream is also measured with its defaults: each engine pins its own host
     memory."""
-    recompute: tuple[str, ...] = ()
-    """Parts of each layer that backward recomputes, as in ``plan.settings``."""
-    budget_share: float = 0.0
-    """Budget for activations, as a share of those without offloading; 0 for none."""
 
     @property
     def name(self) -> str:
-        """Name in commands and results, such as ``core_attn+attn_proj``, ``mlp|core_attn``, or
-        ``budget=0.5``."""
-        if self.budget_share:
-            return f"budget={self.budget_share}"
-        modules = "+".join(self.modules)
-        return f"{'+'.join(self.recompute)}|{modules}" if self.recompute else modules
+        """Name in commands and results, such as ``core_attn+attn_proj``."""
+        return "+".join(self.modules)
 
     @property
     def moves(self) -> bool:
@@ -61,7 +53,6 @@ COMPARISONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "graph+megatron",  # the engine that is not ours is captured last
         ),
         "chunk_graphs": ("eager", "stock", "layer", "chunk", "chunk+offload"),
-        "budgets": ("off", "slipstream"),
     }
 )
 """Ways to run a case that are compared, by the module of this folder that builds them. All are

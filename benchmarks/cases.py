@@ -7,12 +7,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from benchmarks.budget_cases import BUDGET_CASES
 from benchmarks.case import Case, Variant
 from benchmarks.engine_cases import ENGINE_CASES
 from benchmarks.graph_cases import GRAPH_CASES
 
-CASES: tuple[Case, ...] = (*ENGINE_CASES, *BUDGET_CASES, *GRAPH_CASES)
+CASES: tuple[Case, ...] = (*ENGINE_CASES, *GRAPH_CASES)
 
 
 def find_case(name: str) -> Case:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Copies between host and device: the link's bandwidth, and an engine's use of it."""
+"""An engine's copies between host and device, as the profiler sees them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,9 @@ from typing import Any, Optional
 import torch
 from megatron_models import use_gpu
 
-from benchmarks.measure import wait_for_all
-from megatron.slipstream.plan.trace import Bandwidth
-
 BULK_BYTES = 1 << 20
 """Copies of at least this size count as activations; smaller ones are the model's own, such as a
 dispatcher's token counts."""
-
-BUFFER_BYTES = 256 << 20
-NUM_COPIES = 20
 
 
 def profile(run: Callable[[int], Any], iteration: int) -> Optional[dict[str, Any]]:
@@ -78,34 +72,3 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
         covered += stop - max(end, start)
         end = stop
     return covered
-
-
-def measure_bandwidth() -> Optional[Bandwidth]:
-    """Measure the rates of pinned copies, on all ranks at once; return None without a GPU."""
-    if not use_gpu():
-        return None
-    wait_for_all()
-    host = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    device = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    out, back = (host[0], device[0]), (device[1], host[1])
-    _rates([out, back])  # the first copies touch the memory
-    (d2h,), (h2d,) = _rates([out]), _rates([back])
-    d2h_both, h2d_both = _rates([out, back])
-    return Bandwidth(d2h, h2d, d2h_both, h2d_both)
-
-
-def _rates(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """Return the GB/s of copies into each pair's first tensor from its second, all at once."""
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in pairs]
-    spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in pairs]
-    for stream, (start, _) in zip(streams, spans, strict=True):
-        start.record(stream)
-    for _ in range(NUM_COPIES):
-        for stream, (destination, source) in zip(streams, pairs, strict=True):
-            with torch.cuda.stream(stream):
-                destination.copy_(source, non_blocking=True)
-    for stream, (_, stop) in zip(streams, spans, strict=True):
-        stop.record(stream)
-    torch.cuda.synchronize()
-    return [NUM_COPIES * BUFFER_BYTES / start.elapsed_time(stop) / 1e6 for start, stop in spans]

@@ -63,15 +63,9 @@ MOE = ModelCase(
         "apply_rope_fusion": True,
     },
 )
-MLA_MOE = ModelCase(
+MLA_MOE = replace(
+    MOE,
     kind="mla",
-    num_layers=8,
-    hidden_size=2048,
-    num_attention_heads=16,
-    seq_length=4096,
-    micro_batch_size=2,
-    vocab_size=32000,
-    bf16=True,
     overrides={
         "q_lora_rank": 768,
         "kv_lora_rank": 512,
@@ -191,12 +185,6 @@ ENGINE_CASES: tuple[Case, ...] = (
         replace(_PIPELINE, vpp=2),
         _PIPELINE_VARIANTS,
     ),
-    _pipeline(
-        "moe_pp2",
-        "16 layers of the moe case on two pipeline stages, 8 micro-batches",
-        replace(MOE, num_layers=16, pp=2),
-        _EXPERT_PIPELINE_VARIANTS,
-    ),
     Case(
         "moe_ep2",
         "the moe case with its experts on two GPUs, two micro-batches each",
@@ -218,18 +206,6 @@ ENGINE_CASES: tuple[Case, ...] = (
         (*_EXPERT_PIPELINE_VARIANTS[:-1], Variant(_EXPERT_PIPELINE_VARIANTS[-1].modules)),
         num_micro_batches=8,
         offload={"min_offloaded_tensor_size": 2**20 // 48},
-    ),
-    _pipeline(
-        "moe_ep2_pp2_vpp2",
-        "moe_ep4_pp2_vpp2 on four GPUs: DP 2, EP 2, PP 2 (ranks 0 and 1 are the first stage)",
-        replace(_EXPERT_PIPELINE, dp=2, ep=2),
-        _EXPERT_PIPELINE_VARIANTS,
-    ),
-    _pipeline(
-        "moe_ep4",
-        "its ranks of one stage on four GPUs: 8 layers, DP 4, EP 4, no pipeline",
-        replace(_EXPERT_PIPELINE, num_layers=8, pp=1, vpp=None, dp=4, ep=4),
-        _EXPERT_PIPELINE_VARIANTS,
     ),
     Case(
         "small",
@@ -257,7 +233,7 @@ ENGINE_CASES: tuple[Case, ...] = (
     ),
     _smoke(
         "smoke_ep2_pp2_vpp2",
-        "four tiny expert layers in the layout of moe_ep2_pp2_vpp2, on four processes",
+        "four tiny expert layers with DP 2, EP 2, PP 2 and two chunks a stage, on four processes",
         replace(SMOKE, kind="moe", num_layers=4, pp=2, vpp=2, dp=2, ep=2),
         _EXPERT_PIPELINE_VARIANTS,
         num_micro_batches=4,

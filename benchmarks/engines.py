@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
@@ -95,12 +94,6 @@ class Engine(Way):
         with behind_the_seam(self.manager, self._chunks):
             return self._base.run(self._chunks, iteration)
 
-    def fields(self) -> dict[str, Any]:
-        """Return the bytes that megatron-core's own engine reports moving."""
-        if self.manager is None or self.is_ours:
-            return {}
-        return {"claimed_bytes": self.manager.offload_summary_total_bytes}
-
     def close(self) -> None:
         """Free the host memory."""
         if self.is_ours:
@@ -124,7 +117,7 @@ class Comparison:
         """See :class:`benchmarks.ways.Comparison`."""
         if label != "off" and self._built_for != variant:
             self._chunks = ()
-            self._chunks = build_offloading_chunks(self._base, variant)
+            self._chunks = build_twin(self._base, self._base.case.model, variant.modules)[0]
             self._built_for = variant
         return make_engine(self._base, label, self._chunks, options)
 
@@ -162,15 +155,6 @@ def behind_the_seam(manager: Any, chunks: Chunks = ()) -> Iterator[None]:
         table.undo(Feature.ENGINE_ON_GPU)
         for restore in undo:
             restore()
-
-
-def build_offloading_chunks(base: BaseModel, variant: Variant) -> Chunks:
-    """Build the model again, with the variant's modules marked and the parameters of ``base``.
-
-    Raises:
-        ValueError: megatron-core refuses the modules.
-    """
-    return build_twin(base, base.case.model, variant.modules)[0]
 
 
 def build_twin(
@@ -275,11 +259,11 @@ def offload_config(options: Mapping[str, Any]) -> Any:
         ValueError: An option is unknown; the message names the nearest.
     """
     from megatron.slipstream.options.fields import OffloadConfig
+    from megatron.slipstream.options.rules import nearest_flags
 
     names = [field.name for field in dataclasses.fields(OffloadConfig)]
     for name in options:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = nearest_flags([name], names)
             raise ValueError(f"OffloadConfig has no option {name!r}{hint}")
     return OffloadConfig(**options)

@@ -9,8 +9,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Optional
 
-MIN_SAMPLES = 2
-
 
 class Spread(NamedTuple):
     """A median and the spread of its samples, in the samples' unit."""
@@ -39,7 +37,7 @@ def spread_of(samples: Sequence[float]) -> Spread:
     if not samples:
         raise ValueError("no samples")
     median = statistics.median(samples)
-    if len(samples) < MIN_SAMPLES:
+    if len(samples) == 1:
         return Spread(median, 0.0, math.inf)
     quartiles = statistics.quantiles(samples, n=4, method="inclusive")
     deviation = statistics.median(abs(sample - median) for sample in samples)

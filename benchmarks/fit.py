@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -26,12 +24,6 @@ from megatron.slipstream.options.fields import parse_tiles
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
-SPIKES = 1 / 20
-"""Share of long sequences among random ones."""
-MAX_FACTOR = 8
-"""The most by which a prediction of the longest length extrapolates."""
-TINY_GIB = 0.006
-"""Memory of the device that a CPU imitates for ``--tiny``."""
 
 DESCRIPTION = """\
 Find which sequence lengths fit on one GPU for each way to save memory, and how fast they run.
@@ -55,13 +47,10 @@ examples:
   python -m benchmarks.fit --tiny --output /tmp/tiny.jsonl         try it, without a GPU
   python -m benchmarks.fit --ways off,full --lengths 8k,32k,40k    a part of the table
   python -m benchmarks.fit --ways full --lengths 40k --longest     also search the longest
-  python -m benchmarks.fit --case dense --random-steps 500 --lengths 4k,32k --ways off,budget \
-      --device-gib 30                                              random lengths with spikes
   python -m benchmarks.fit --table FILE                            the table from rows again
 
-Each point prints a line and appends a row to --output; what is there already is not measured
-again, so that the same command continues after a limit. A point that dies has a row with its error.
---longest looks for the longest multiple of --unit: memory is extrapolated from what fits.
+A row that is in --output already is not measured again, so that the same command continues after a
+limit. --longest extrapolates the memory of what fits.
 """
 
 
@@ -95,41 +84,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--case", default="llama3_8b", help="a case of benchmarks.run (default: %(default)s)")
-    add(
-        "--tiny",
-        action="store_true",
-        help="the case 'smoke' with 32 and 64 tokens, on a tiny device",
-    )
+    add("--tiny", action="store_true", help="'smoke' with 32 and 64 tokens, on a tiny device")
     add("--ways", default=",".join(WAYS), metavar="A,B", help="(default: all)")
-    add(
-        "--lengths",
-        type=_parse_lengths,
-        default=[8192, 32768, 40960],
-        metavar="N,M",
-        help="tokens of a sequence, ascending (default: 8k,32k,40k)",
-    )
+    about = "tokens of a sequence, ascending (default: 8k,32k,40k)"
+    usual = [8192, 32768, 40960]
+    add("--lengths", type=_parse_lengths, default=usual, metavar="N,M", help=about)
     add("--longest", action="store_true", help="also search the longest that fits")
     add("--unit", type=parse_tokens, default=8192, metavar="N", help="its step (default: 8k)")
-    add("--start", type=parse_tokens, metavar="N", help="its first guess (default: predicted)")
-    add("--random-steps", type=int, metavar="N", help="instead of that, train for N steps on "
-        "random lengths and compare all bits with 'off' without --device-gib; most lengths are "
-        "up to the first of --lengths, one in twenty up to the last")  # fmt: skip
     add("--recompute-modules", default="", metavar="A,B", help="(default: mlp,layernorm)")
     add("--modules", default="", metavar="A,B", help="offload_modules (default: all of the case)")
-    add("--micro-batches", type=int, metavar="N", help="(default: 1; of a pipeline, the case's)")
+    add("--micro-batches", type=int, default=1, metavar="N", help="(default: %(default)s)")
     add("--loss-tiles", type=parse_tiles, default=1, metavar="N", help="tiles of the loss, or auto")
     add("--mlp-tiles", type=parse_tiles, default=1, metavar="N", help="of each MLP, or auto")
-    add("--optimizer", choices=("none", "device", "host"), default="none", help="Adam; in host "
-        "memory with optimizer_cpu_offload")  # fmt: skip
     add("--device-gib", type=float, metavar="G", help="limit of torch's allocator")
     add("--budget-gib", type=float, metavar="G", help="budget of the way 'budget' (default: auto)")
-    add(
-        "--engine-option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option of OffloadConfig for the ways with our engine; repeatable",
-    )
+    about = "an option of OffloadConfig for the ways with our engine; repeatable"
+    add("--engine-option", action="append", default=[], metavar="NAME=VALUE", help=about)
     _add_limits(parser)
     add("--output", type=Path, default=ROOT / "benchmarks/results/fit.jsonl", metavar="FILE")
     add("--table", type=Path, metavar="FILE", help="print the Markdown table of rows, and end")
@@ -138,19 +108,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--iterations", type=int, default=5, metavar="N", help="timed (default: %(default)s)")
-    add("--warmups", type=int, default=1, metavar="N", help="before those (default: %(default)s)")
-    add("--max-planning", type=int, default=25, metavar="N", help="iterations until our plan is "
-        "settled, at most (default: %(default)s)")  # fmt: skip
-    add("--search-iterations", type=int, default=2, metavar="N", help="of all kinds, for a length "
-        "of --longest (default: %(default)s)")  # fmt: skip
-    add("--point-seconds", type=float, default=200.0, metavar="S", help="begin no further "
-        "iteration of a point after these; one is always timed (default: %(default)s)")  # fmt: skip
-    add("--kill-seconds", type=float, default=500.0, metavar="S", help="end a point that takes "
-        "longer (default: %(default)s)")  # fmt: skip
-    add("--seconds", type=float, default=570.0, metavar="S", help="begin no point after these "
-        "(default: %(default)s)")  # fmt: skip
+    for name, default, about in (
+        ("--iterations", 5, "timed"),
+        ("--warmups", 1, "before those"),
+        ("--max-planning", 25, "iterations until our plan is settled, at most"),
+        ("--search-iterations", 2, "of all kinds, for a length of --longest"),
+        ("--point-seconds", 200.0, "begin no further iteration of a point; one is always timed"),
+        ("--kill-seconds", 500.0, "end a point that takes longer"),
+        ("--seconds", 570.0, "begin no further point"),
+    ):
+        metavar = "S" if "seconds" in name else "N"
+        text = f"{about} (default: %(default)s)"
+        parser.add_argument(name, type=type(default), default=default, metavar=metavar, help=text)
 
 
 class OutOfTime(Exception):
@@ -200,7 +169,6 @@ class WayRun:
                 lambda tokens: self._measure(tokens, options.search_iterations, None),
                 self._rows,
                 options.unit,
-                options.start,
             )
         except NotMeasured as error:
             sys.stdout.write(f"{self._setup.way}: the longest is not known: {error}\n")
@@ -251,7 +219,7 @@ class NotMeasured(Exception):
 
 
 def find_longest(
-    measure: Callable[[int], Row], known: Mapping[int, Row], unit: int, start: Optional[int] = None
+    measure: Callable[[int], Row], known: Mapping[int, Row], unit: int
 ) -> tuple[int, int]:
     """Return the longest multiple of ``unit`` tokens that fits, and the next, which dies.
 
@@ -259,7 +227,6 @@ def find_longest(
         measure: Returns the row of a number of tokens.
         known: Rows by tokens; ``measure`` may add to them.
         unit: Tokens.
-        start: The first guess; None to predict it.
 
     Raises:
         NotMeasured: A point failed for another reason than memory.
@@ -272,7 +239,7 @@ def find_longest(
         if high is not None and first * unit >= high:
             return low // unit * unit, high
         last = -(-high // unit) - 1 if high is not None else None
-        guess = start // unit if start and not number else predict_longest(rows) // unit
+        guess = predict_longest(rows) // unit
         if last is not None:
             # Predictions fail where the curve bends; halving ends.
             guess = (first + last) // 2 if number > 2 else min(guess, last)
@@ -293,54 +260,7 @@ def predict_longest(rows: Mapping[int, Row]) -> int:
     if per_token <= 0:
         return 0
     predicted = int((row["device_bytes"] - row["resident_bytes"]) / per_token)
-    return min(predicted, MAX_FACTOR * fits[-1])
-
-
-def random_lengths(number: int, usual: int, highest: int) -> list[int]:
-    """Return random lengths: the upper half up to ``usual``, and one in twenty to ``highest``."""
-    draw = random.Random(0)
-    unit = max(1, min(128, usual // 8))
-    tops = [highest if draw.random() < SPIKES else usual for _ in range(number)]
-    return [draw.randint(top // unit // 2, top // unit) * unit for top in tops]
-
-
-def compare_random(
-    setups: Sequence[Setup], options: argparse.Namespace, writer: RowWriter
-) -> Iterator[str]:
-    """Train each way on the same random lengths; yield a line for each.
-
-    The first is 'off' without a limit of the device, with which all steps are compared.
-    """
-    lengths = random_lengths(options.random_steps, options.lengths[0], options.lengths[-1])
-    roomy = replace(setups[0], way="off", device_gib=None)
-    expected: list[str] = []
-    for setup in (roomy, *setups):
-        worker = Worker(setup, options.kill_seconds, is_deterministic=True)
-        fields = worker.measure({"steps": lengths, "seconds": options.point_seconds})
-        worker.close()
-        fields.pop("machine", None)
-        steps = fields.get("steps", [])
-        expected = expected or steps
-        equal = [a == b for a, b in zip(steps, expected, strict=False)]
-        fields |= {"num_steps": len(steps), "num_equal": sum(equal), "lengths": lengths}
-        writer.write("random", **setup.identity(), **fields)
-        name = f"{setup.way}, {setup.device_gib or 'all'} GiB"
-        if "error" in fields:
-            yield f"{name}: {'dies' if fields['dies'] else 'fails'}: {fields['error']}"
-            continue
-        yield (
-            f"{name}: {len(steps)} steps of {min(lengths)} to {max(lengths)} tokens, {sum(equal)} "
-            f"of {len(equal)} bit-equal, reserved {fields['reserved_bytes'] / GIB:.2f} GiB"
-        )
-
-
-RATES = {"step_ms": 1, "tokens_per_s": 0}
-"""Columns of times, and their digits."""
-
-
-def _case(row: Row) -> str:
-    optimizer = row.get("optimizer", "none")
-    return str(row["case"]) + ("" if optimizer == "none" else f", Adam on the {optimizer}")
+    return min(predicted, 8 * fits[-1])  # not far beyond what was measured
 
 
 def _text(value: Optional[float], unit: float, digits: int) -> str:
@@ -364,17 +284,17 @@ def _line(way: str, tokens: int, row: Row) -> str:
 def _run(options: argparse.Namespace) -> int:
     if options.tiny:
         options.case, options.lengths, options.unit = "smoke", [32, 64], 32
-        options.device_gib = TINY_GIB
+        options.device_gib = 0.006
     case = find_case(options.case)
+    if case.num_ranks > 1:
+        raise ValueError(
+            f"--case {case.name} is not supported because it needs {case.num_ranks} ranks and "
+            "lengths are those of one GPU; set a case of one"
+        )
     setups = [_setup(options, case, way) for way in options.ways.split(",")]
     options.output.parent.mkdir(parents=True, exist_ok=True)
     rows = read_rows(options.output) if options.output.exists() else []
     writer = RowWriter(options.output, time.strftime("%Y-%m-%dT%H:%M:%S"))
-    if options.random_steps:
-        for line in compare_random(setups, options, writer):
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
-        return 0
     deadline_s = time.monotonic() + options.seconds
     try:
         for setup in setups:
@@ -400,8 +320,7 @@ def _setup(options: argparse.Namespace, case: Case, way: str) -> Setup:
         recompute=names(options.recompute_modules) or ("mlp", "layernorm"),
         modules=names(options.modules) or case.variants[-1].modules,
         own_modules=OWN_MODULES[case.model.kind],
-        optimizer=options.optimizer,
-        micro_batches=options.micro_batches or (case.num_micro_batches if case.model.pp > 1 else 1),
+        micro_batches=options.micro_batches,
         loss_tiles=options.loss_tiles,
         mlp_tiles=options.mlp_tiles,
         device_gib=options.device_gib,
@@ -435,13 +354,13 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         if row["kind"] == "longest":
             text = f"longest; {row['dies_at']:,} dies"
-            lines.append((_case(row), row["way"], f"{row['tokens']:,}", text, *([""] * 5)))
+            lines.append((row["case"], row["way"], f"{row['tokens']:,}", text, *([""] * 5)))
         elif row["kind"] == "point" and "error" in row:
             text = "dies" if row["dies"] else "fails"
-            lines.append((_case(row), row["way"], f"{row['tokens']:,}", text, *([""] * 5)))
+            lines.append((row["case"], row["way"], f"{row['tokens']:,}", text, *([""] * 5)))
         elif row["kind"] == "point" and not row["is_search"]:
             gib = [row[name] for name in ("peak_bytes", "reserved_bytes", "moved_bytes")]
-            step_ms, rate = (_text(row[name], 1, digits) for name, digits in RATES.items())
+            step_ms, rate = _text(row["step_ms"], 1, 1), _text(row["tokens_per_s"], 1, 0)
             if not row.get("is_settled", True):
                 step_ms += ", not settled"  # Times of plans on trial, not of the one that is kept.
             figures = (
@@ -449,7 +368,7 @@ def table(rows: Sequence[Row]) -> str:
                 row["num_iterations"] or "",
                 *(_text(nbytes, GIB, 1) for nbytes in gib),
             )
-            lines.append((_case(row), row["way"], f"{row['tokens']:,}", *figures))
+            lines.append((row["case"], row["way"], f"{row['tokens']:,}", *figures))
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 

@@ -26,11 +26,8 @@ def recompute_options(parts: Sequence[str]) -> dict[str, Any]:
         parts: Names of ``recompute_modules``; :data:`FULL` for whole layers.
     """
     if tuple(parts) == FULL:
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
+        whole = {"recompute_method": "uniform", "recompute_num_layers": 1}
+        return {"recompute_granularity": "full", **whole}
     if not parts:
         return {}
     return {"recompute_granularity": "selective", "recompute_modules": list(parts)}
@@ -48,7 +45,6 @@ class Setup:
     """``offload_modules`` of the ways that move some."""
     own_modules: tuple[str, ...] = ()
     """Those that only our engine moves, for the way that recomputes nothing."""
-    optimizer: str = "none"
     micro_batches: int = 1
     device_gib: Optional[float] = None
     """Limit of torch's allocator; None for the whole device."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import itertools
 import json
 import logging
 import os
@@ -18,9 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron_models import (
     build_chunks,
     initialize,
@@ -28,7 +24,6 @@ from megatron_models import (
     micro_batches,
     run_schedule,
     use_gpu,
-    wrap,
 )
 from model_case import ModelCase
 
@@ -36,13 +31,15 @@ from benchmarks.cases import find_case
 from benchmarks.engines import SIZE_LIMIT, offload_config, own_module_names
 from benchmarks.figures import spread_of
 from benchmarks.fit_ways import OURS, Setup
-from benchmarks.measure import Step, backend_of, maximum_of_ranks, release_host_memory, timed_step
+from benchmarks.measure import (
+    Step,
+    metered_backend,
+    release_host_memory,
+    timed_step,
+)
 from benchmarks.variant import describe, report_fields
 from benchmarks.worker import machine_facts
-from megatron.slipstream.fine_grained_activation_offload.backend import Backend
-from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 
 
 def work(setup: Setup) -> int:
@@ -58,8 +55,7 @@ def work(setup: Setup) -> int:
             machine = {} if model else {"machine": machine_facts()}
             model = model or FitModel(setup)
             point = json.loads(line)
-            fields = model.train(point) if "steps" in point else model.measure(point)
-            fields = machine | fields
+            fields = machine | model.measure(point)
         except BaseException as error:
             fields = {"error": describe(error), "dies": is_out_of_memory(error)}
         answers.write(json.dumps(fields) + "\n")
@@ -91,28 +87,16 @@ class FitModel:
             raise RuntimeError("megatron-core's own engine moves CUDA tensors only")
         case = find_case(setup.case)
         self._case = self._with_recomputation(case.model)
-        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        initialize(self._case, rank, num_ranks, int(os.environ["MASTER_PORT"]))
+        initialize(self._case, 0, 1, int(os.environ["MASTER_PORT"]))
         self._device_bytes = self._limit_device()
         offload = {**SIZE_LIMIT, **case.offload}
         with own_module_names():
             config = make_config(self._case, setup.offload_modules, **offload)
             self._chunks: Sequence[Any] = build_chunks(self._case, config)
-        self._optimizer: Any = None
         self._end_s = 0.0
-        if setup.optimizer == "none":
-            for parameter in self._parameters():
+        for chunk in self._chunks:
+            for parameter in chunk.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-        else:
-            self._chunks = wrap(config, self._chunks, use_distributed_optimizer=True)
-            self._optimizer = make_optimizer(self._chunks, setup.optimizer == "host")
-
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        return itertools.chain.from_iterable(chunk.parameters() for chunk in self._chunks)
-
-    def _micro_batches(self, step: int) -> list[Any]:
-        rank = parallel_state.get_data_parallel_rank()
-        return list(micro_batches(self._case, step, self._setup.micro_batches, rank))
 
     def _with_recomputation(self, case: ModelCase) -> ModelCase:
         overrides = {**case.overrides, **self._setup.overrides}
@@ -143,7 +127,7 @@ class FitModel:
         self._case = dataclasses.replace(self._case, seq_length=point["tokens"])
         release_host_memory()
         with self._engine() as manager, metered_backend(manager) as backend:
-            data = self._micro_batches(0)
+            data = list(micro_batches(self._case, 0, self._setup.micro_batches, 0))
             if use_gpu():
                 torch.cuda.reset_peak_memory_stats()
             resident_bytes = backend.begin_peak()
@@ -158,6 +142,7 @@ class FitModel:
             highest_bytes = max(highest_bytes, peak_bytes)
             fields |= allocator_fields(highest_bytes, self._device_bytes)
         spread = spread_of([step.ms for step in timed])
+        num_tokens = self._setup.micro_batches * self._case.micro_batch_size * point["tokens"]
         return fields | {
             "num_iterations": len(timed),
             "num_before": len(before),
@@ -165,57 +150,13 @@ class FitModel:
             "step_ms": spread.median,
             "step_ms_interquartile": spread.interquartile,
             "step_ms_standard_error": spread.standard_error,
-            "tokens_per_s": 1e3 * self._num_tokens() / spread.median,
+            "tokens_per_s": 1e3 * num_tokens / spread.median,
             "losses": timed[-1].losses,
             "resident_bytes": resident_bytes,
             "peak_bytes": peak_bytes,
             "highest_bytes": highest_bytes,
             "device_bytes": self._device_bytes,
         }
-
-    def train(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        """Train on sequences of random lengths, with plain gradient descent.
-
-        Args:
-            point: ``steps``, the tokens of each; ``seconds`` after which none begins.
-
-        Returns:
-            ``steps``: of each step, the loss, exactly, and a checksum of all gradients' bits.
-        """
-        end_s = time.monotonic() + point["seconds"]
-        steps: list[str] = []
-        with self._engine() as manager, metered_backend(manager) as backend:
-            backend.begin_peak()
-            for number, tokens in enumerate(point["steps"]):
-                if is_over(end_s):
-                    break
-                self._case = dataclasses.replace(self._case, seq_length=tokens)
-                try:
-                    (loss,) = self._run(self._micro_batches(number))
-                except Exception as error:
-                    error.add_note(f"step {number}, {tokens} tokens")
-                    raise
-                steps.append(f"{float(loss).hex()} {self._descend():x}")
-            highest_bytes = backend.peak_bytes()
-            fields = allocator_fields(highest_bytes, self._device_bytes)
-        return fields | {"steps": steps, "highest_bytes": highest_bytes}
-
-    @torch.no_grad()
-    def _descend(self) -> int:
-        """Move parameters against their gradients and zero these; return a checksum of their bits.
-
-        The sum of bits as integers does not depend on the order of additions.
-        """
-        total = torch.zeros((), dtype=torch.int64, device="cuda" if use_gpu() else "cpu")
-        for number, parameter in enumerate(self._parameters(), 1):
-            assert parameter.grad is not None
-            bits = parameter.grad.view(
-                {2: torch.int16, 4: torch.int32}[parameter.grad.element_size()]
-            )
-            total += number * bits.sum(dtype=torch.int64)
-            parameter.add_(parameter.grad, alpha=-1e-3)
-            parameter.grad.zero_()
-        return int(total) % 2**64
 
     @contextlib.contextmanager
     def _engine(self) -> Iterator[Any]:
@@ -226,58 +167,29 @@ class FitModel:
         yield install.install(offload_config(self._setup.engine_options))
         install.uninstall()
 
-    def _num_tokens(self) -> int:
-        """Return the tokens of an iteration on all ranks together."""
-        case = self._case
-        sequences = self._setup.micro_batches * case.micro_batch_size * case.dp
-        return sequences * case.seq_length * case.cp
-
     def _prepare(self, point: Mapping[str, Any], data: Any, manager: Any) -> list[Step]:
         """Run iterations until our plan is settled, then those of the warm-up."""
         self._end_s = time.monotonic() + point["seconds"]
         steps: list[Step] = []
         while manager is not None and len(steps) < point["max_planning"]:
-            if is_over(self._end_s) or maximum_of_ranks(not manager.is_settled) == 0:
+            if time.monotonic() > self._end_s or manager.is_settled:
                 break
             steps += self._iterate(data, 1, self._end_s)
-        if point["warmups"] and not is_over(self._end_s):
+        if point["warmups"] and time.monotonic() < self._end_s:
             steps += self._iterate(data, point["warmups"], self._end_s)
         return steps
 
     def _iterate(self, data: Any, number: int, end_s: float) -> list[Step]:
         """Run ``number`` iterations; none but the first begins after ``end_s``."""
-        steps: list[Step] = []
-        while not steps or (len(steps) < number and not is_over(end_s)):
-            gc.collect()
-            steps.append(timed_step(lambda _: self._run(data), len(steps)))
-        return steps
 
-    def _run(self, data: Any) -> list[torch.Tensor]:
-        if self._optimizer is None:
+        def run(_: int) -> list[torch.Tensor]:
             return run_schedule(self._case, self._chunks, data)
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        losses = run_schedule(self._case, self._chunks, data)
-        finalize_model_grads(list(self._chunks), None)
-        self._optimizer.step()
-        return losses
 
-
-def is_over(end_s: float) -> bool:
-    """Whether a time by ``time.monotonic()`` is over on any rank. A collective."""
-    return maximum_of_ranks(time.monotonic() > end_s) > 0
-
-
-@contextlib.contextmanager
-def metered_backend(manager: Any) -> Iterator[Backend]:
-    """Context in which the yielded backend reads device memory, which a CPU imitates."""
-    backend = backend_of(manager)
-    if not isinstance(backend, CpuBackend):
-        yield backend
-        return
-    with DeviceMemoryMeter() as backend.meter:
-        yield backend
-    backend.meter = None
+        steps: list[Step] = []
+        while not steps or (len(steps) < number and time.monotonic() < end_s):
+            gc.collect()
+            steps.append(timed_step(run, len(steps)))
+        return steps
 
 
 def allocator_fields(highest_bytes: int, device_bytes: int) -> dict[str, int]:
@@ -295,19 +207,3 @@ def allocator_fields(highest_bytes: int, device_bytes: int) -> dict[str, int]:
         "reserved_bytes": statistics["reserved_bytes.all.peak"],
         "num_alloc_retries": statistics["num_alloc_retries"],
     }
-
-
-def make_optimizer(chunks: Sequence[Any], is_on_host: bool) -> Any:
-    """Return megatron-core's Adam for wrapped chunks, its state in device or host memory."""
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=1e-5,
-        bf16=use_gpu(),
-        params_dtype=torch.bfloat16 if use_gpu() else torch.float32,
-        use_distributed_optimizer=True,
-        optimizer_cpu_offload=is_on_host,
-        optimizer_offload_fraction=1.0 if is_on_host else 0.0,
-        use_precision_aware_optimizer=is_on_host,
-        overlap_cpu_optimizer_d2h_h2d=is_on_host,
-    )
-    return get_megatron_optimizer(config, list(chunks))

@@ -54,7 +54,7 @@ class LayerWay(Way):
         self._case = base.case
         parts = label.split("+")
         self._is_graphed, is_megatrons = "graph" in parts, "megatron" in parts
-        if self._is_graphed and not can_capture():
+        if self._is_graphed and not use_gpu():
             raise ValueError("CUDA graphs need a GPU, and torch sees none")
         _forget_gradients(base.chunks)  # shared by all ways, so not counted
         self._before = HeldMemory.now()
@@ -107,7 +107,7 @@ class LayerWay(Way):
         if self.is_ours:
             row["planned_saved_bytes"] = self._planned_saved_bytes
             row["moved_bytes"] = self._moved_bytes()
-        return row | self._engine.fields()
+        return row
 
     def _moved_bytes(self) -> int:
         in_graphs = sum(counters.d2h_bytes for counters in self.manager.graphs.modules.values())
@@ -141,11 +141,6 @@ class Comparison:
     def build(self, variant: Variant, label: str, options: Mapping[str, Any]) -> LayerWay:
         """See :class:`benchmarks.ways.Comparison`."""
         return LayerWay(label, self._base, variant.modules, options)
-
-
-def can_capture() -> bool:
-    """Return whether CUDA graphs are available."""
-    return use_gpu()
 
 
 def _forget_gradients(chunks: Sequence[torch.nn.Module]) -> None:

@@ -20,15 +20,8 @@ from megatron.slipstream.fine_grained_activation_offload.markers import CommitMa
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
 
 MANAGER_METHODS = (
-    "init_model_chunk_offload_handler",
-    "pop_forward_chunk",
-    "cur_forward_chunk",
-    "start_on",
-    "end_on",
-    "__enter__",
-    "__exit__",
-    "flush_delayed_groups",
-    "reset",
+    *("init_model_chunk_offload_handler", "pop_forward_chunk", "cur_forward_chunk"),
+    *("start_on", "end_on", "__enter__", "__exit__", "flush_delayed_groups", "reset"),
 )
 ENGINE_METHODS = (
     *("start", "enter", "leave", "end", "use_group", "end_group"),

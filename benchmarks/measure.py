@@ -151,14 +151,22 @@ class MemoryFigures:
         return self.peak_bytes - self.resident_bytes
 
 
-def backend_of(manager: Any) -> Backend:
-    """Return the backend that measures the device memory of an engine's iterations.
+@contextlib.contextmanager
+def metered_backend(manager: Any) -> Iterator[Backend]:
+    """Context in which the yielded backend reads device memory, which a CPU imitates.
 
     Args:
         manager: Our engine, which resets the peak statistics in some iterations; None for others.
     """
     backend: Backend = make_backend("auto") if manager is None else manager.store.backend
-    return backend
+    if not isinstance(backend, CpuBackend):
+        yield backend
+        return
+    try:
+        with DeviceMemoryMeter() as backend.meter:
+            yield backend
+    finally:
+        backend.meter = None
 
 
 def measure_memory(
@@ -168,14 +176,16 @@ def measure_memory(
 
     Args:
         run: Runs an iteration of the engine.
-        manager: Our engine, whose host buffers do not count as device memory if the CPU imitates
-            the device; None for others.
+        manager: Our engine; None for others.
         num_iterations: Iterations to measure on a GPU, after as many (at most two) warm-up ones.
     """
-    backend = backend_of(manager)
-    if not use_gpu():
-        return _measure_cpu_memory(run, backend)
-    return _measure_cuda_memory(run, backend, num_iterations)
+    with metered_backend(manager) as backend:
+        if use_gpu():
+            return _measure_cuda_memory(run, backend, num_iterations)
+        run(0)
+        resident_bytes = backend.begin_peak()
+        run(1)
+        return MemoryFigures(resident_bytes, backend.peak_bytes())
 
 
 def _measure_cuda_memory(run: Run, backend: Backend, num_iterations: int) -> MemoryFigures:
@@ -203,15 +213,3 @@ def _measure_cuda_memory(run: Run, backend: Backend, num_iterations: int) -> Mem
         num_device_allocs=grown("num_device_alloc"),
         num_alloc_retries=grown("num_alloc_retries"),
     )
-
-
-def _measure_cpu_memory(run: Run, backend: Backend) -> MemoryFigures:
-    assert isinstance(backend, CpuBackend)
-    try:
-        with DeviceMemoryMeter() as backend.meter:
-            run(0)
-            resident_bytes = backend.begin_peak()
-            run(1)
-            return MemoryFigures(resident_bytes, backend.peak_bytes())
-    finally:
-        backend.meter = None

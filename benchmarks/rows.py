@@ -18,9 +18,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.slipstream.plan.files import save_trace
-from megatron.slipstream.plan.trace import Trace
-
 Row = Mapping[str, Any]
 
 
@@ -30,13 +27,11 @@ class RowWriter:
     Args:
         path: The file; None keeps no rows.
         run: Names the run in every row.
-        traces: The folder for traces; None keeps none.
     """
 
-    def __init__(self, path: Optional[Path], run: str, traces: Optional[Path] = None) -> None:
+    def __init__(self, path: Optional[Path], run: str) -> None:
         self._path = path
         self._run = run
-        self._traces = traces
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append a row in one write call, so that rows of several processes do not mix."""
@@ -45,13 +40,6 @@ class RowWriter:
         line = json.dumps(_finite({"kind": kind, "run": self._run, **fields})) + "\n"
         with self._path.open("a") as stream:
             stream.write(line)
-
-    def save_trace(self, trace: Trace, *names: object) -> None:
-        """Save the trace an engine planned from under the joined names, if traces are kept."""
-        if self._traces is not None:
-            self._traces.mkdir(parents=True, exist_ok=True)
-            name = "_".join(str(name).replace(":", "-") for name in names)
-            save_trace(trace, self._traces / f"{name}.json")
 
 
 def _finite(value: Any) -> Any:

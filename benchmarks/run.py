@@ -28,15 +28,13 @@ GRACE_S = 5
 """Time for the other ranks to fail by themselves after one has failed."""
 
 DESCRIPTION = """\
-Compare ways to run the iterations of a model, which take turns, iteration by iteration, in one
-process on the same data, so that drift of clocks cancels. Each case is a process of its own, or a
-group of them. What is compared depends on the case:
+Compare ways to run the iterations of a model, which take turns in one process on the same data, so
+that drift of clocks cancels. What is compared depends on the case:
 
   engines        activation offloading off, by the engine built into megatron-core ('megatron') and
                  by ours ('slipstream')
   layer_graphs   CUDA graphs of layers, with and without offloading inside of them
   chunk_graphs   CUDA graphs of whole model chunks, those of layers, and none
-  budgets        budgets for activations, recomputation and offloading by hand
 """
 
 EPILOG = """\
@@ -55,11 +53,10 @@ what is written, to DIR/NAME.*:
   .md               the table, which explains its columns
 
 how long it takes: a way is done when the standard error of its median step is below 0.2% of it,
-but not before --min-iterations, nor after --max-iterations or --seconds-per-variant. Before that
-our engine plans until its plan is settled. If --max-planning or --planning-seconds end that before,
-it is not timed, and its row says so. To that add a few seconds a variant for building, warm-up,
-memory and profiles. Where an iteration takes a second, little enough is --min-iterations 3
---max-iterations 3 --memory-iterations 1 --figures memory.
+but not before --min-iterations, nor after --max-iterations or --seconds-per-variant. A plan that is
+not settled after --max-planning or --planning-seconds is not timed, and its row says so. Where an
+iteration takes a second, --min-iterations 3 --max-iterations 3 --memory-iterations 1 --figures
+memory is little enough.
 """
 
 
@@ -90,42 +87,17 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--list", action="store_true", help="list the cases and their sets of modules, and end")
     add("--case", action="append", default=[], metavar="NAME", help="measure this case; repeatable")
-    add(
-        "--modules",
-        action="append",
-        default=[],
-        metavar="A+B",
-        help="measure this set of offload_modules instead of the case's own sets ('all': its last "
-        "one); repeatable",
+    about = (
+        "measure this set of offload_modules, not the case's own ('all': its last one); repeatable"
     )
-    add(
-        "--engines",
-        default="",
-        metavar="E,F",
-        help="ways beside the first, which is always measured: those that --list shows, such as "
-        "megatron, slipstream, or one tuning of it such as slipstream:auto (default: all)",
-    )
-    add(
-        "--engine-option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option of OffloadConfig for every Slipstream engine; repeatable",
-    )
+    add("--modules", action="append", default=[], metavar="A+B", help=about)
+    about = "ways of --list beside the first, which is always measured (default: all)"
+    add("--engines", default="", metavar="E,F", help=about)
+    about = "an option of OffloadConfig for every Slipstream engine; repeatable"
+    add("--engine-option", action="append", default=[], metavar="NAME=VALUE", help=about)
     _add_limits(parser)
-    add(
-        "--output",
-        type=Path,
-        default=ROOT / "benchmarks" / "results",
-        metavar="DIR",
-        help="where results go (default: benchmarks/results)",
-    )
-    add(
-        "--traces",
-        type=Path,
-        metavar="DIR",
-        help="also keep the traces that our engine planned from, for 'slipstream plan'",
-    )
+    folder = ROOT / "benchmarks/results"
+    add("--output", type=Path, default=folder, metavar="DIR", help="(default: benchmarks/results)")
     add("--name", default="engines", help="name of the files (default: %(default)s)")
     add("--append", action="store_true", help="add to the rows that are there already")
     add("--worker", metavar="CASE", help=argparse.SUPPRESS)
@@ -149,18 +121,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         help_, kind = f"{text} (default: %(default)s)", type(default)
         metavar = "S" if kind is float else "N"
         add(name, type=kind, default=default, dest=field, metavar=metavar, help=help_)
-    add(
-        "--figures",
-        default=",".join(FIGURES),
-        metavar="A,B",
-        help="what to measure beside step times (default: %(default)s)",
-    )
-    add(
-        "--micro-batches",
-        type=int,
-        metavar="N",
-        help="in an iteration, instead of the case's own number",
-    )
+    about = "what to measure beside step times (default: %(default)s)"
+    add("--figures", default=",".join(FIGURES), metavar="A,B", help=about)
 
 
 def _limits(options: argparse.Namespace) -> Limits:
@@ -179,18 +141,6 @@ def _limits(options: argparse.Namespace) -> Limits:
             raise ValueError(f"--figures {figure} is not one; Figures: {', '.join(FIGURES)}")
     fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(Limits)}
     return Limits(**{**fields, "figures": figures})
-
-
-def _with_micro_batches(case: Case, number: Optional[int]) -> Case:
-    """Return the case with another number of micro-batches, if one is given."""
-    if number is None:
-        return case
-    if number < 1 or (case.model.vpp is not None and number % case.model.pp):
-        raise ValueError(
-            f"--micro-batches {number} is not supported with --case {case.name} because its "
-            f"schedule needs a multiple of {case.model.pp if case.model.vpp else 1}; set one"
-        )
-    return dataclasses.replace(case, num_micro_batches=number)
 
 
 def _engines(options: argparse.Namespace, case: Case) -> tuple[str, ...]:
@@ -231,7 +181,7 @@ def _list_cases(cases: Sequence[Case]) -> str:
 
 def _job(options: argparse.Namespace, case: Case, run: str, arguments: Sequence[str]) -> Job:
     return Job(
-        _with_micro_batches(case, options.micro_batches),
+        case,
         select_variants(case, options.modules),
         _engines(options, case),
         engine_options(options.engine_option),
@@ -239,7 +189,6 @@ def _job(options: argparse.Namespace, case: Case, run: str, arguments: Sequence[
         options.output / f"{options.name}.jsonl",
         run,
         tuple(arguments),
-        options.traces,
     )
 
 
@@ -288,9 +237,10 @@ def _check_devices(cases: Sequence[Case], figures: Sequence[str]) -> None:
             )
         num_needed = case.num_ranks if case.needs_gpu or num_gpus else 0
         if num_needed > num_gpus:
+            others = ", ".join(case.name for case in CASES if not case.needs_gpu)
             raise ValueError(
                 f"--case {case.name} needs {num_needed} GPU(s), there are {num_gpus}; without a "
-                f"GPU there are: {', '.join(case.name for case in CASES if not case.needs_gpu)}"
+                f"GPU there are: {others}"
             )
 
 
@@ -303,15 +253,10 @@ def _run_case(job: Job) -> None:
             return
         done = finished(read_rows(job.rows), job.run, job.case.name)
         if status != EXIT_WAY_FAILED or done == before:
-            RowWriter(job.rows, job.run).write(
-                "summary",
-                case=job.case.name,
-                variant="-",
-                engine="-",
-                rank=0,
-                num_ranks=job.case.num_ranks,
-                error=f"the process ended with status {status}; see its messages",
-            )
+            fields = {"case": job.case.name, "variant": "-", "engine": "-", "rank": 0}
+            error = f"the process ended with status {status}; see its messages"
+            writer = RowWriter(job.rows, job.run)
+            writer.write("summary", **fields, num_ranks=job.case.num_ranks, error=error)
             return
 
 

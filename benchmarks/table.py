@@ -27,26 +27,18 @@ class Column(NamedTuple):
     """Its meaning, beyond its title."""
 
 
-def _number(name: str, digits: int = 0) -> Callable[[Row], Optional[str]]:
-    def cell(row: Row) -> Optional[str]:
-        value = row.get(name)
-        return None if value is None else f"{value:.{digits}f}"
-
-    return cell
-
-
-def _mib(name: str) -> Callable[[Row], Optional[str]]:
-    def cell(row: Row) -> Optional[str]:
-        value = row.get(name)
-        return None if value is None else format_mib(value)
-
-    return cell
-
-
 def format_mib(num_bytes: float) -> str:
     """Format a number of bytes in MiB, with three significant digits below 100."""
     mib = num_bytes / MIB
     return f"{mib:.0f}" if abs(mib) >= 100 else f"{mib:.3g}"
+
+
+def _mib(name: str, show: Callable[[float], str] = format_mib) -> Callable[[Row], Optional[str]]:
+    return lambda row: None if row.get(name) is None else show(row[name])
+
+
+def _number(name: str, digits: int = 0) -> Callable[[Row], Optional[str]]:
+    return _mib(name, lambda value: f"{value:.{digits}f}")
 
 
 def _with_error(

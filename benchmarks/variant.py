@@ -207,14 +207,11 @@ class VariantRun:
         option, limit = "--max-planning", f"{limits.max_planning}"
         if is_late:
             option, limit = "--planning-seconds", f"{limits.planning_seconds:g}"
-        self._write_error(
-            label,
-            ValueError(
-                f"{option}={limit} is not supported with this way because its plan is not settled "
-                f"after {iteration} iterations, and times of plans on trial are not its own; set "
-                f"{option} higher"
-            ),
+        message = (
+            f"{option}={limit} is not supported with this way because its plan is not settled "
+            f"after it, and times of plans on trial are not its own; set {option} higher"
         )
+        self._write_error(label, ValueError(message))
         self._ways.pop(label).close()
 
     def _time_rounds(self, limits: Limits) -> str:
@@ -240,26 +237,17 @@ class VariantRun:
                 continue
             self._steps[label].append(step)
             if self._rank == 0 and not self._share_a_gpu:
-                self._writer.write(
-                    "iteration",
-                    **self._identity(label),
-                    iteration=round_,
-                    ms=step.ms,
-                    host_ms=step.host_ms,
-                    num_device_allocs=step.num_device_allocs,
-                )
+                fields = {name: value for name, value in asdict(step).items() if name != "losses"}
+                self._writer.write("iteration", **self._identity(label), iteration=round_, **fields)
 
     def _is_precise(self) -> bool:
         spreads = [spread_of([step.ms for step in self._steps[label]]) for label in self._ways]
         return all(spread.relative_error <= RELATIVE_ERROR for spread in spreads)
 
     def _progress(self) -> str:
-        texts = []
-        for label in self._ways:
-            if label == self._first:
-                texts.append(f"{label} {spread_of(self._ms(label)).median:.1f} ms")
-            else:
-                texts.append(f"{label} {self._overhead(label).median:+.1f}%")
+        texts = [f"{self._first} {spread_of(self._ms(self._first)).median:.1f} ms"]
+        others = [label for label in self._ways if label != self._first]
+        texts += [f"{label} {self._overhead(label).median:+.1f}%" for label in others]
         return ", ".join(texts)
 
     def _ms(self, label: str) -> list[float]:
@@ -293,16 +281,15 @@ class VariantRun:
             row["host_us_per_group"] = figures.host.us_per_group
             row["driver_us_per_group"] = figures.host.driver_us_per_group
             row["host_us_per_call"] = figures.host.us_per_call
-            row["num_calls"] = dict(figures.host.calls)
         if figures.profile is not None:
             row |= figures.profile
         if way.is_ours:
             row |= report_fields(way.manager)
         if way.is_ours and way.has_marks and way.manager.plan is not None:
             row["planned_away_bytes"] = max(way.manager.plan.absent_bytes, default=0)
-            row |= self._bound_fields(way.manager.plan)
-            names = (self._case.name, self._variant.name, label, self._rank)
-            self._writer.save_trace(way.manager.plan.trace, *names)
+            if self._bandwidth is not None:
+                off_ms = spread_of(self._ms(self._first)).median
+                row |= bound_fields(way.manager.plan, self._bandwidth, off_ms)
         fields = way.fields()
         row |= {**fields, "notes": [*figures.notes, *fields.get("notes", ())]}
         self._needed[label] = row.get("act_bytes", 0) + row.get("held_bytes", 0)
@@ -319,9 +306,7 @@ class VariantRun:
         difference = self._loss_difference(label)
         error = None
         if label in self._replanned:
-            error = (
-                "the engine planned again while it was timed; its plan was not that of all steps"
-            )
+            error = "the engine planned again while it was timed; its plan is not that of all steps"
         if difference is not None and not difference <= LOSS_TOLERANCE:
             error = f"losses differ from those of {self._first} by {difference:.2g}"
         return {
@@ -348,11 +333,6 @@ class VariantRun:
         if self._case.model.pp > 1 or not copied or saved <= 0:
             return None
         return float(copied / self._case.num_micro_batches / saved)
-
-    def _bound_fields(self, plan: Plan) -> dict[str, float]:
-        if self._bandwidth is None:
-            return {}
-        return bound_fields(plan, self._bandwidth, spread_of(self._ms(self._first)).median)
 
     def _loss_difference(self, label: str) -> Optional[float]:
         """Return the largest relative difference of a loss to the first way's; None without any."""
@@ -430,37 +410,32 @@ def _is_fatal(error: BaseException) -> bool:
 def report_fields(manager: Any) -> dict[str, Any]:
     """Return figures of Slipstream's report of its last iteration."""
     manager.finish_report()
-    total = manager.report.total
+    report = manager.report
+    total = report.total
+    names = ("stall_ms", "num_late", "num_groups", "num_groups_moved", "freed_bytes")
     return {
         "moved_bytes": total.d2h_bytes,
-        "freed_bytes": total.freed_bytes,
-        "copied_per_freed": total.d2h_bytes / total.freed_bytes if total.freed_bytes else None,
-        "stall_ms": total.stall_ms,
-        "num_late": total.num_late,
-        "num_groups": total.num_groups,
-        "num_groups_moved": total.num_groups_moved,
+        **{name: getattr(total, name) for name in names},
         "is_settled": manager.is_settled,
-        "host_memory_bytes": manager.report.host_allocated_bytes,
-        "planned_saved_bytes": (
-            manager.report.baseline_peak_bytes - manager.report.planned_peak_bytes
-        ),
-        "planned_peak_bytes": manager.report.planned_peak_bytes,
-        "budget_bytes": manager.report.budget_bytes,
-        "recomputed_bytes": sum(layer.recomputed_bytes for layer in manager.report.layers),
-        "settings": dict(Counter(layer.setting for layer in manager.report.layers)),
-        "tiles": manager.report.tiles,
+        "host_memory_bytes": report.host_allocated_bytes,
+        "planned_saved_bytes": report.baseline_peak_bytes - report.planned_peak_bytes,
+        "planned_peak_bytes": report.planned_peak_bytes,
+        "budget_bytes": report.budget_bytes,
+        "recomputed_bytes": sum(layer.recomputed_bytes for layer in report.layers),
+        "settings": dict(Counter(layer.setting for layer in report.layers)),
+        "tiles": report.tiles,
         # From the first mark to the end, as planned and in an iteration that followed the plan.
-        "planned_ms": manager.report.planned_ms,
-        "followed_ms": manager.report.measured_ms,
-        "tried": [asdict(trial) for trial in manager.report.tried],
+        "planned_ms": report.planned_ms,
+        "followed_ms": report.measured_ms,
+        "tried": [asdict(trial) for trial in report.tried],
         "plan_notes": list(manager.plan.notes) if manager.plan is not None else [],
     }
 
 
 def bound_fields(plan: Plan, bandwidth: Bandwidth, off_ms: float) -> dict[str, float]:
-    """Return the physical bound for the plan's peak, at the rates of the link.
+    """Return the least that the plan's peak costs any engine, at the rates of the link.
 
-    Compute times are those that the engine measured. Empty if it measured none.
+    Compute times are those that the engine measured; empty if it measured none.
 
     Args:
         plan: The engine's plan.

@@ -21,6 +21,7 @@ from tools.shared_gpus import VARIABLE, share_a_gpu
 
 if TYPE_CHECKING:
     from benchmarks.ways import Comparison
+    from megatron.slipstream.plan.trace import Bandwidth
 
 EXIT_WAY_FAILED = 3
 """A way failed and ended the process; its row is written, so the rest can still be measured."""
@@ -50,8 +51,6 @@ class Job(NamedTuple):
     run: str
     arguments: tuple[str, ...]
     """Arguments of the command."""
-    traces: Optional[Path] = None
-    """Folder for the traces that our engine planned from; None to keep none."""
 
 
 def work(job: Job) -> int:
@@ -62,16 +61,15 @@ def work(job: Job) -> int:
     # Imported here, once the environment is set up.
     from megatron_models import initialize
 
-    from benchmarks.copies import measure_bandwidth
     from benchmarks.measure import release_host_memory, wait_for_all
     from benchmarks.variant import VariantRun, WayFailed
 
     case = job.case
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    writer = RowWriter(job.rows, job.run, job.traces)
+    writer = RowWriter(job.rows, job.run)
     done = finished(read_rows(job.rows), job.run, case.name)
     initialize(case.model, rank, num_ranks, int(os.environ["MASTER_PORT"]))
-    bandwidth = None if share_a_gpu(num_ranks) else measure_bandwidth()
+    bandwidth = None if share_a_gpu(num_ranks) else _bandwidth()
     release_host_memory()
     if rank == 0:
         writer.write(
@@ -102,9 +100,25 @@ def work(job: Job) -> int:
     return 0
 
 
+def _bandwidth() -> Optional[Bandwidth]:
+    """Measure the rates of pinned copies, on all ranks at once; return None without a GPU."""
+    import torch
+
+    from benchmarks.measure import wait_for_all
+    from megatron.slipstream.doctor.bandwidth import measure_bandwidth
+    from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
+
+    if not torch.cuda.is_available():
+        return None
+    wait_for_all()
+    return measure_bandwidth(CudaBackend())
+
+
 def machine_facts() -> dict[str, Any]:
     """Return the environment of the measurements: hardware, driver, versions, settings."""
     import torch
+
+    from megatron.slipstream.doctor.facts import driver_version
 
     versions = {}
     for name in VERSIONS:
@@ -115,17 +129,8 @@ def machine_facts() -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if has_gpu else "CPU",
         "num_devices": torch.cuda.device_count(),
-        "driver": _driver_version() if has_gpu else None,
+        "driver": driver_version(Path("/")),
         "num_cpus": len(os.sched_getaffinity(0)),
         "versions": versions,
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
-
-
-def _driver_version() -> Optional[str]:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    # 'NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  ...'
-    return next((word for word in text.split() if word[0].isdigit() and "." in word), None)

@@ -135,7 +135,7 @@ def _measure_eagerly(
         measure_each(limits)
 
     with (
-        patch.object(layer_graphs, "can_capture", lambda: True),
+        patch.object(layer_graphs, "use_gpu", lambda: True),
         patch.object(layer_graphs, "capture_layers", capture_layers),
         patch.object(measurement, "_measure_each", note_and_measure),
         patch("megatron.core.transformer.transformer_layer.is_te_min_version", lambda *_: True),
@@ -190,7 +190,7 @@ def _build_for_megatron(rank: int, world_size: int, port: int) -> tuple[str, lis
     initialize(case.model, rank, world_size, port)
     base = BaseModel(case)
     with (
-        patch.object(layer_graphs, "can_capture", lambda: True),
+        patch.object(layer_graphs, "use_gpu", lambda: True),
         patch.object(layer_graphs, "make_engine", lambda *_: layer_graphs.Engine("", base, [])),
         patch("megatron.core.transformer.transformer_layer.is_te_min_version", lambda *_: True),
     ):

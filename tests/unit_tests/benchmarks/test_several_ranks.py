@@ -66,13 +66,13 @@ def reduce_with_engines(rank: int, num_ranks: int, port: int) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron_models import initialize
 
-    from benchmarks.engines import BaseModel, build_offloading_chunks, make_engine
+    from benchmarks.engines import BaseModel, build_twin, make_engine
 
     case = find_case(SMOKE)
     initialize(case.model, rank, num_ranks, port)
     base = BaseModel(case)
     variant = Variant(("qkv_linear", "core_attn"))
-    chunks = build_offloading_chunks(base, variant)
+    chunks = build_twin(base, base.case.model, variant.modules)[0]
     found: dict[str, Any] = {}
     for label, with_chunks in (("off", None), ("slipstream", chunks)):
         engine = make_engine(base, label, with_chunks, {})
