@@ -100,13 +100,15 @@ def initialize(
 
 
 def forget_expert_metrics() -> None:
-    """Reset the expert statistics that routers report, for a model of another depth.
+    """Reset the statistics of experts and further tokens, for a model of another depth.
 
     megatron-core keeps them in one table per process, sized for the layers of the first model.
     """
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker = {}
 
 
 def _close_groups() -> None:

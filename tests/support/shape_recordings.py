@@ -53,6 +53,7 @@ def _record(
     config = make_config(case)
     shape = shape_of_config(
         config,
+        case.hybrid_layer_pattern if case.kind == "hybrid" else None,
         vocab_size=case.vocab_size,
         seq_length=case.seq_length,
         micro_batch_size=case.micro_batch_size,

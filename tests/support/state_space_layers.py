@@ -2,20 +2,17 @@
 
 """Gated delta nets and Mamba mixers of megatron-core in small models, without their kernels.
 
-The modules are megatron-core's own; only what their packages compute is replaced:
-
-- In ``deterministic_mode`` megatron-core computes the gated delta rule and its convolution with
-  torch, on any device. It then uses flash-linear-attention for one function, which normalizes
-  queries and keys, and checks that the package is installed.
-- Mamba's kernel is replaced by a function of torch that saves what the kernel saves: the input
-  projection's output, the output of the scan, and parameters.
+The modules are megatron-core's own; what their packages compute is replaced by functions of torch
+that save what the kernels save: see [Note: What kernels of state-space layers save] in
+``estimate.state_space``. Backward computes a function again from that.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Optional
 from unittest.mock import patch
 
 import torch
@@ -23,12 +20,13 @@ from megatron_models import use_gpu
 from model_case import ModelCase
 from torch.nn.functional import conv1d, silu, softplus
 
+from megatron.slipstream.estimate.state_space import RULE_CHUNK
+
 GATED_DELTA_NET = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 4,
-    "deterministic_mode": True,
 }
 """Options of a ``TransformerConfig`` for layers ``G``."""
 OF_GPT = {
@@ -66,10 +64,10 @@ def stand_in() -> None:
 
     # Before 0.19 a single module.
     common, gdn = (getattr(gated_delta_net, name, gated_delta_net) for name in ("common", "gdn"))
-    if not use_gpu():  # In short chunks: each token of a chunk takes some operations.
-        rule = gdn.torch_chunk_gated_delta_rule
-        gdn.torch_chunk_gated_delta_rule = functools.partial(rule, chunk_size=8)
-    common.HAVE_FLA, common.l2norm = True, _l2norm
+    rule = functools.partial(_gated_delta_rule, common.torch_chunk_gated_delta_rule)
+    for module in (common, gdn):
+        module.causal_conv1d, module.chunk_gated_delta_rule = _convolved, rule
+    common.HAVE_FLA, common.l2norm = True, _L2Norm.apply
     mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_context_parallel.HAVE_EINOPS = True
     mamba_mixer.ExtendedRMSNorm = _GroupedNorm
     mamba_mixer.mamba_split_conv1d_scan_combined = _split_conv1d_scan
@@ -149,8 +147,88 @@ def _provider() -> Any:
     return LocalSpecProvider()
 
 
-def _l2norm(x: torch.Tensor, eps: float = 1e-6, **_: Any) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+class _L2Norm(torch.autograd.Function):
+    """A norm of vectors, which saves its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        deviation = torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)
+        normed = (x * deviation).to(x.dtype)
+        ctx.save_for_backward(normed, deviation)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        normed, deviation = ctx.saved_tensors
+        along = (gradients[0] * normed).float().sum(-1, keepdim=True)
+        return ((gradients[0] - normed * along) * deviation).to(normed.dtype)
+
+
+class _Kernel(torch.autograd.Function):
+    """A function of tensors that saves them and what else it gives; backward runs it again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[..., tuple[torch.Tensor, ...]], *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        output, *more = function(*tensors)
+        ctx.function = function
+        ctx.num_tensors = len(tensors)
+        ctx.save_for_backward(*tensors, *more)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        tensors = ctx.saved_tensors[: ctx.num_tensors]
+        leaves = [item.detach().requires_grad_() for item in tensors]
+        # A kernel would save nothing in backward, so no hooks may see what this does.
+        unseen = torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
+        with unseen, torch.enable_grad():
+            output = ctx.function(*leaves)[0]
+        return None, *torch.autograd.grad(output, leaves, gradients)
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _convolved(
+    x: torch.Tensor, weight: torch.Tensor, bias: None, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """A causal convolution and SiLU of ``[b, s, channels]``."""
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (silu(_causal(x, weight)),)
+
+    output: torch.Tensor = _Kernel.apply(run, x, weight)
+    return output, None
+
+
+def _causal(
+    x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None
+) -> torch.Tensor:
+    padding, channels = weight.shape[-1] - 1, len(weight)
+    output = conv1d(x.mT, weight.unsqueeze(1), bias, padding=padding, groups=channels)
+    return output[..., : x.shape[1]].mT.contiguous()
+
+
+def _gated_delta_rule(
+    torch_rule: Callable[..., Any], *tensors: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """The rule for queries, keys and values of ``[b, s, heads, size]``.
+
+    Without a GPU in short chunks: each token of a chunk takes some operations.
+    """
+    chunk_size = RULE_CHUNK if use_gpu() else 8
+
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *vectors, decay, beta = tensors
+        output = torch_rule(*vectors, g=decay, beta=beta, chunk_size=chunk_size)[0]
+        triangles = vectors[1].new_zeros(*beta.shape, RULE_CHUNK)
+        return output, triangles
+
+    output: torch.Tensor = _Kernel.apply(run, *tensors, options["g"], options["beta"])
+    return output, None
 
 
 def _rearrange(tensor: torch.Tensor, pattern: str) -> torch.Tensor:
@@ -171,9 +249,13 @@ class _GroupedNorm(torch.nn.Module):
         self.eps, self.group_size = eps, group_size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        groups = x.unflatten(-1, (-1, self.group_size))
-        normed = torch.nn.functional.rms_norm(groups, (self.group_size,), eps=self.eps)
-        return normed.flatten(-2) * self.weight
+        output: torch.Tensor = _Kernel.apply(self._run, x, self.weight)
+        return output
+
+    def _run(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        groups = x.float().unflatten(-1, (-1, self.group_size))
+        deviation = torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        return ((groups * deviation).flatten(-2) * weight).to(x.dtype), deviation
 
 
 def _split_conv1d_scan(
@@ -184,36 +266,13 @@ def _split_conv1d_scan(
     decay: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    parameters = (weight, bias, dt_bias, decay, options["D"])
-    output: torch.Tensor = _ConvAndScan.apply(projected, *parameters, options["ngroups"])
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gate, scanned = _scan(options["ngroups"], *tensors)
+        return scanned * silu(gate), scanned
+
+    tensors = (projected, weight, bias, dt_bias, decay, options["D"])
+    output: torch.Tensor = _Kernel.apply(run, *tensors)
     return output
-
-
-class _ConvAndScan(torch.autograd.Function):
-    """Mamba's convolution, scan and gate; backward computes the convolution and the scan again."""
-
-    @staticmethod
-    def forward(ctx: Any, projected: torch.Tensor, *parameters: Any) -> torch.Tensor:
-        *parameters, ctx.num_groups = parameters
-        gate, scanned = _scan(ctx.num_groups, projected, *parameters)
-        ctx.save_for_backward(projected, scanned, *parameters)
-        return scanned * silu(gate)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        projected, scanned, *parameters = ctx.saved_tensors
-        leaves = [item.detach().requires_grad_() for item in (projected, *parameters)]
-        # A kernel would save nothing in backward, so no hooks may see what this does.
-        unseen = torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
-        with unseen, torch.enable_grad():
-            gate, again = _scan(ctx.num_groups, *leaves)
-            opened = silu(gate)
-        given = (gradients[0] * opened.detach(), gradients[0] * scanned)
-        return *torch.autograd.grad((again, opened), leaves, given), None
-
-
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _scan(
@@ -230,10 +289,8 @@ def _scan(
     state_sizes = weight.shape[0]  # of x, and of B and C of each group
     inner = projected.shape[-1] - num_heads - state_sizes
     gate, mixed, dt = projected.split((inner, state_sizes, num_heads), dim=-1)
-    padding, channels = weight.shape[-1] - 1, len(weight)
-    mixed = conv1d(mixed.mT, weight.unsqueeze(1), bias, padding=padding, groups=channels)
-    mixed = silu(mixed[..., :length]).mT
-    x, *b_and_c = mixed.split((inner, *2 * ((channels - inner) // 2,)), dim=-1)
+    mixed = silu(_causal(mixed, weight, bias))
+    x, *b_and_c = mixed.split((inner, *2 * ((len(weight) - inner) // 2,)), dim=-1)
     x = x.unflatten(-1, (num_heads, -1))
     b, c = (
         part.unflatten(-1, (num_groups, -1)).repeat_interleave(num_heads // num_groups, dim=2)

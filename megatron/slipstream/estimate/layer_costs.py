@@ -5,8 +5,9 @@
 Matrix products take their FLOPs divided by the GPU's average achieved rate; memory-bound operations
 take their bytes divided by the memory bandwidth. In fp8, products of linear layers are faster, and
 their inputs are read once more and written by rows and by columns. Backward costs twice the
-forward, 2.5 times for attention. Communication between GPUs, kernels too small to fill a GPU and
-launch-bound parts are not counted; each makes a real step longer.
+forward, 2.5 times for attention, three times for scans and delta rules. Communication between GPUs,
+kernels too small to fill a GPU and launch-bound parts are not counted; each makes a real step
+longer.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import Products, Speed
-from megatron.slipstream.estimate.model_shapes import LayerKind, ModelShape
-from megatron.slipstream.estimate.saved_tensors import (
-    is_input_norm_fused,
-    is_mlp_norm_fused,
-    setting_with_tiles,
+from megatron.slipstream.estimate.model_shapes import LayerKind, ModelShape, has_feed_forward
+from megatron.slipstream.estimate.saved_tensors import is_mlp_norm_fused, setting_with_tiles
+from megatron.slipstream.estimate.state_space import (
+    MAMBA_CHUNK,
+    RULE_CHUNK,
+    DeltaSizes,
+    MambaSizes,
 )
+from megatron.slipstream.estimate.tensors import is_input_norm_fused
 from megatron.slipstream.plan.settings import WHOLE, LayerSetting
 from megatron.slipstream.plan.trace import OUTPUT_LAYER
 
@@ -28,6 +32,9 @@ BACKWARD_PER_FORWARD = 2.0
 ATTENTION_BACKWARD_PER_FORWARD = 2.5
 """Fused attention computes two products in forward and five in backward, including the scores
 again."""
+
+SCAN_BACKWARD_PER_FORWARD = 3.0
+"""Scans and delta rules save no states of chunks: backward computes them again."""
 
 
 Phase = Literal["forward", "rerun", "backward"]
@@ -74,7 +81,13 @@ def layer_costs(
     found: dict[str, Cost] = {}
     if "*" in kind:
         found |= {"attn_norm": norm, **_attention(shape), "attn_residual": residual}
-    if kind != "*":
+    if kind == "M":
+        found |= {"mamba_norm": norm, **_mamba(shape), "mamba_residual": residual}
+    if kind == "G":
+        found |= {"attn_norm": norm, **_gated_delta_net(shape), "attn_residual": residual}
+    if kind == "/":
+        found |= _further_tokens(shape)
+    if has_feed_forward(kind):
         feed_forward = _experts(shape) if "E" in kind else _mlp(shape)
         found |= {"mlp_norm": norm, **feed_forward, "mlp_residual": residual}
     again = dict.fromkeys(found, 1.0) if setting == WHOLE else _reruns(shape, kind, setting)
@@ -106,7 +119,7 @@ def _reruns(shape: ModelShape, kind: LayerKind, setting: LayerSetting) -> dict[s
         again["qkv_linear"] = up / (up + down)
     # A fused norm runs again with its linear layer.
     mlp_norm = "mlp" if is_mlp_norm_fused(shape, kind) else "layernorm"
-    again["attn_norm"] = float("layernorm" in setting and not is_input_norm_fused(shape))
+    again["attn_norm"] = float("layernorm" in setting and not is_input_norm_fused(shape, kind))
     again["mlp_norm"] = float(mlp_norm in setting)
     return again
 
@@ -194,6 +207,68 @@ def _attention(shape: ModelShape) -> dict[str, Cost]:
         "attn_proj": _linear(
             shape, 2.0 * tokens * proj_weights, tokens * shape.heads * value_width, proj_weights
         ),
+    }
+
+
+def _mamba(shape: ModelShape) -> dict[str, Cost]:
+    sizes, hidden, tokens = MambaSizes.of(shape), shape.hidden_size, shape.tokens
+    size, groups = shape.element_bytes, max(sizes.groups, sizes.cp)
+    # Within chunks, of each group and each head; into and out of the states of chunks.
+    products = MAMBA_CHUNK * (groups * sizes.state + sizes.inner) + 2 * sizes.inner * sizes.state
+    states = 4 * 2 * tokens * sizes.inner * sizes.state / MAMBA_CHUNK
+    # The convolution writes what the scan reads; the scan's output is written with its gate too,
+    # and read and written by a norm.
+    moved = sizes.scanned + 2 * sizes.convolved + 2 * sizes.inner + 2 * sizes.inner
+    return {
+        "mamba_in_proj": _linear(
+            shape, 2.0 * tokens * hidden * sizes.projected, shape.region_tokens * hidden,
+            hidden * sizes.projected,
+        ),
+        "mamba_scan": Cost(
+            2.0 * tokens * products, tokens * moved * size + states, SCAN_BACKWARD_PER_FORWARD,
+            "attention", sizes.num_convolution_weights,
+        ),
+        "mamba_out_proj": _linear(
+            shape, 2.0 * tokens * hidden * sizes.inner, tokens * sizes.inner, hidden * sizes.inner
+        ),
+    }  # fmt: skip
+
+
+def _gated_delta_net(shape: ModelShape) -> dict[str, Cost]:
+    sizes, hidden, tokens = DeltaSizes.of(shape), shape.hidden_size, shape.tokens
+    size, keys = shape.element_bytes, sizes.value_heads * sizes.key_width
+    # Of each chunk: keys with keys, the triangle's inverse, keys and values by it, queries with
+    # keys, and these with values; into and out of the states of chunks.
+    in_chunk = RULE_CHUNK * (3 * keys + 2 * sizes.values + sizes.value_heads * RULE_CHUNK)
+    products = in_chunk + 3 * keys * sizes.value_width
+    # The convolution reads and writes queries, keys and values; these are normalized, repeated,
+    # and read by the rule.
+    moved = 4 * (2 * sizes.keys + sizes.values) + 2 * (2 * keys + sizes.values) + sizes.values
+    return {
+        "gdn_in_proj": _linear(
+            shape, 2.0 * tokens * hidden * sizes.projected, shape.region_tokens * hidden,
+            hidden * sizes.projected,
+        ),
+        "gdn_rule": Cost(
+            2.0 * tokens * products, 1.0 * tokens * moved * size, SCAN_BACKWARD_PER_FORWARD,
+            "attention", sizes.num_convolution_weights,
+        ),
+        "gdn_norm": Cost(0.0, 5.0 * tokens * sizes.values * size),
+        "gdn_out_proj": _linear(
+            shape, 2.0 * tokens * hidden * sizes.values, tokens * sizes.values,
+            hidden * sizes.values,
+        ),
+    }  # fmt: skip
+
+
+def _further_tokens(shape: ModelShape) -> dict[str, Cost]:
+    """Return the costs of the norms and the projection before the layers of a further token."""
+    weights = 2 * shape.hidden_size**2 // shape.parallelism.tp
+    taken = 2 * shape.region_tokens * shape.hidden_size
+    norms = 3 * _norm(shape).traffic_bytes + 2.0 * taken * shape.element_bytes
+    return {
+        "further_norms": Cost(0.0, norms),
+        "further_proj": _linear(shape, 2.0 * shape.tokens * weights, taken, weights),
     }
 
 

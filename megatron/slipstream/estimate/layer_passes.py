@@ -27,11 +27,12 @@ from megatron.slipstream.estimate.layer_costs import (
 )
 from megatron.slipstream.estimate.model_shapes import Chunk, LayerKind, ModelShape
 from megatron.slipstream.estimate.saved_tensors import (
-    SavedTensor,
     input_name,
     saved_tensors,
     setting_with_tiles,
 )
+from megatron.slipstream.estimate.state_space import MAMBA_CHUNK, MambaSizes
+from megatron.slipstream.estimate.tensors import SavedTensor
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 from megatron.slipstream.plan.tiles import Tiling, logits_bytes_per_token, mlp_bytes_per_token
 from megatron.slipstream.plan.trace import OUTPUT_LAYER
@@ -289,7 +290,12 @@ class _Layer:
             output = sum(self._flows[parts[-1]].given.values()) or self._hidden
         if module == "layernorm":
             name = {"attn_norm": "normed_input", "mlp_norm": "normed_attended"}[parts[0]]
-            before = "attn_proj" if parts[0] == "attn_norm" else self._parts[-2]
+            is_first = parts[0] == "attn_norm"
+            before = (
+                self._parts[self._parts.index("attn_residual") - 1]
+                if is_first
+                else (self._parts[-2])
+            )
             missing &= {name}
         return _Section(before, parts, missing, output)
 
@@ -317,6 +323,17 @@ _FLOWS: Mapping[str, tuple[str, str, str]] = {
     "core_attn": ("layer_input", _ATTENTION, "output"),
     "attn_proj": ("layer_input", "output", ""),
     "attn_residual": ("layer_input", "", "attended"),
+    "mamba_norm": ("layer_input", "layer_input", "normed_input"),
+    "mamba_in_proj": ("layer_input", "normed_input", "mamba_projected"),
+    "mamba_scan": ("layer_input", "mamba_projected", "mamba_normed"),
+    "mamba_out_proj": ("layer_input", "mamba_normed", ""),
+    "mamba_residual": ("layer_input", "", "attended"),
+    "gdn_in_proj": ("layer_input", "normed_input", "gdn_projected"),
+    "gdn_rule": ("layer_input", "gdn_projected", "gdn_output"),
+    "gdn_norm": ("layer_input", "gdn_output", "gdn_normed"),
+    "gdn_out_proj": ("layer_input", "gdn_normed", ""),
+    "further_norms": ("layer_input", "layer_input", "further_joined"),
+    "further_proj": ("further_state", "further_joined", "attended"),
     "mlp_norm": ("attended", "attended", "normed_attended"),
     "mlp_fc1": ("attended", "normed_attended", "projected"),
     "mlp_act": ("attended", "projected", "activated"),
@@ -341,7 +358,17 @@ def _flows(
     hidden = shape.region_tokens * shape.hidden_size * each
     streams = ("layer_input", "normed_input", "attended", "normed_attended", "layer_output")
     sizes = {name: (name, hidden) for name in streams}
+    saved = {tensor.name: tensor.nbytes for tensors in full.values() for tensor in tensors}
+    sizes |= {name: (name, size) for name, size in saved.items() if name not in sizes}
     inside = {}
+    if "mamba_scan" in parts:
+        inside["mamba_scan"] = _inside_scan(shape)
+    if "gdn_rule" in parts:
+        names = ("gdn_query", "gdn_key", "gdn_value", "gdn_query_key")
+        inside["gdn_rule"] = sum(saved[name] for name in names)
+        # Its norm may save a copy, and its projection nothing.
+        values = saved["gdn_value"]
+        sizes |= {name: (name, values) for name in ("gdn_output", "gdn_normed")}
     if "core_attn" in parts:
         attention = {tensor.name: tensor.nbytes for tensor in full["core_attn"]}
         sizes |= {name: (name, attention[name]) for name in _ATTENTION.split()}
@@ -369,6 +396,13 @@ def _flows(
     return found
 
 
+def _inside_scan(shape: ModelShape) -> int:
+    """Return the bytes of what a scan's backward computes again, and of its gradient."""
+    sizes, tokens = MambaSizes.of(shape), shape.tokens
+    states = 4 * tokens * sizes.inner * sizes.state // MAMBA_CHUNK
+    return 2 * (tokens * sizes.convolved * shape.element_bytes + states)
+
+
 def _tile_bytes(num_tokens: int, bytes_per_token: int) -> int:
     tiling = Tiling.of("auto", bytes_per_token)
     assert tiling is not None
@@ -386,6 +420,9 @@ class _Head:
     def __init__(self, shape: ModelShape) -> None:
         self._costs = head_costs(shape)
         self._hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
+        self._num_losses = 1 + shape.num_further_tokens
+        # The norm's input, and the output layer's inputs for all tokens.
+        self._normed = (1 + self._num_losses) * self._hidden
         numel = shape.tokens * shape.vocab_size // shape.parallelism.tp
         self._logits = numel * shape.element_bytes
         is_te = shape.cross_entropy == "te"
@@ -405,16 +442,18 @@ class _Head:
 
     def forward(self) -> Iterator[Stretch]:
         """Yield its forward."""
-        yield self._stretch("final_norm", "forward", 2 * self._hidden, 2 * self._hidden)
-        yield self._stretch(OUTPUT_LAYER, "forward", self._logits, self._logits + self._tile)
-        yield self._stretch("loss", "forward", self._saved - self._logits, self._loss_peak)
+        yield self._stretch("final_norm", "forward", self._normed, self._normed)
+        for _ in range(self._num_losses):
+            yield self._stretch(OUTPUT_LAYER, "forward", self._logits, self._logits + self._tile)
+            yield self._stretch("loss", "forward", self._saved - self._logits, self._loss_peak)
 
     def backward(self) -> Iterator[Stretch]:
         """Yield its backward."""
         to_gradient = self._logits - self._saved
-        yield self._stretch("loss", "backward", to_gradient, self._gradient_peak)
-        yield self._stretch(OUTPUT_LAYER, "backward", -self._logits, self._hidden + self._tile)
-        yield self._stretch("final_norm", "backward", -2 * self._hidden, 2 * self._hidden)
+        for _ in range(self._num_losses):
+            yield self._stretch("loss", "backward", to_gradient, self._gradient_peak)
+            yield self._stretch(OUTPUT_LAYER, "backward", -self._logits, self._hidden + self._tile)
+        yield self._stretch("final_norm", "backward", -self._normed, self._normed)
 
     def _stretch(self, part: str, phase: Phase, live_bytes: int, peak_bytes: int) -> Stretch:
         return Stretch(part, phase, self._costs[part], live_bytes, peak_bytes)

@@ -13,8 +13,10 @@ from typing import Any, Optional
 
 from megatron.slipstream.estimate.model_shapes import (
     Experts,
+    GatedDeltaNet,
     LatentAttention,
     LayerKind,
+    Mamba,
     ModelShape,
     Parallelism,
 )
@@ -40,6 +42,9 @@ PARALLELISM = {
     "dp": "data_parallel_size",
 }
 """The option of each field of a :class:`Parallelism`."""
+
+ChunkCounts = tuple[tuple[int, ...], ...]
+"""Layers of each model chunk, ``[pp rank][virtual stage]``."""
 
 
 def shape_of_options(options: Any, **more: Any) -> ModelShape:
@@ -87,22 +92,50 @@ def shape_fields(options: Any) -> dict[str, Any]:
     }
 
 
-def pattern_fields(pattern: str, pp: int) -> dict[str, Any]:
+def pattern_fields(options: Any, pattern: str, counts: ChunkCounts) -> dict[str, Any]:
     """Return the fields of a hybrid model's :class:`ModelShape` that its pattern gives.
 
     Args:
+        options: Has megatron's options as attributes.
         pattern: megatron-core's ``hybrid_layer_pattern`` of ``*`` and ``+`` (attention, and latent
-            attention, which no model has both of), ``-``, ``E``, and ``|`` between model chunks.
-        pp: Number of pipeline ranks.
+            attention, which no model has both of), ``-``, ``E``, ``M``, ``G``, ``|`` between model
+            chunks, and ``/`` before the layers that predict a further token.
+        counts: Layers of each chunk where the pattern does not divide them.
     """
-    segments = pattern.split("|")
-    fields: dict[str, Any] = {"layer_kinds": tuple("".join(segments).replace("+", "*"))}
+    main, *further = pattern.replace("+", "*").split("/")
+    segments = main.split("|")
     if len(segments) > 1:
-        by_rank = (segments[rank::pp] for rank in range(pp))
-        fields["layers_per_chunk"] = tuple(tuple(map(len, stages)) for stages in by_rank)
+        pp = options.pipeline_model_parallel_size
+        counts = tuple(tuple(map(len, segments[rank::pp])) for rank in range(pp))
+    # The last chunk predicts further tokens. A separator without letters behind it means nothing.
+    ends = "".join("/" + letters for letters in further if letters)
+    *others, last = counts
+    fields: dict[str, Any] = {
+        "num_layers": sum(map(len, segments)) + len(ends),
+        "layer_kinds": (*"".join(segments), *ends),
+        "layers_per_chunk": (*others, (*last[:-1], last[-1] + len(ends))),
+        "mamba": _mamba(options) if "M" in pattern else None,
+        "gated_delta_net": _gated_delta_net(options) if "G" in pattern else None,
+    }
     if "+" in pattern:  # Its latent vectors have no norms.
         return fields | {"qk_layernorm": False}
     return fields | {"latent_attention": None}
+
+
+def _mamba(options: Any) -> Mamba:
+    head_dim = options.mamba_head_dim
+    num_heads = options.mamba_num_heads or 2 * options.hidden_size // head_dim
+    return Mamba(num_heads, head_dim, options.mamba_state_dim, options.mamba_num_groups)
+
+
+def _gated_delta_net(options: Any) -> GatedDeltaNet:
+    return GatedDeltaNet(
+        options.linear_num_key_heads,
+        options.linear_num_value_heads,
+        options.linear_key_head_dim,
+        options.linear_value_head_dim,
+        options.linear_conv_kernel_dim,
+    )
 
 
 def _setting(options: Any) -> LayerSetting:

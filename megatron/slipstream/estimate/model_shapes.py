@@ -27,10 +27,11 @@ QUANTIZED_BYTES: dict[str, float] = {
 }
 """Bytes per element of what a linear layer keeps of its input, with scales, by ``fp8_recipe``."""
 BYTES_OF: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
-LayerKind = Literal["*-", "*E", "*", "-", "E"]
+LayerKind = Literal["*-", "*E", "*", "-", "E", "M", "G", "/"]
 """What a layer consists of, in the letters of megatron-core's ``hybrid_layer_pattern``: ``*``
-attention, ``-`` an MLP, ``E`` experts. A layer of a GPT model has two of them, of a hybrid model
-one."""
+attention, ``-`` an MLP, ``E`` experts, ``M`` Mamba, ``G`` a gated delta net. A layer of a GPT model
+has two of them, of a hybrid model one. What begins the prediction of a further token (``/``) counts
+as a layer of its own, before the layers that predict it."""
 RECOMPUTE_MODULES = (
     *("core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "moe", "shared_experts"),
 )
@@ -69,6 +70,29 @@ class Experts:
     """Groups of experts (``moe_router_num_groups``); None without group-limited routing."""
     group_topk: Optional[int] = None
     """Groups among whose experts a token's are chosen (``moe_router_group_topk``)."""
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """The Mamba layers of a hybrid model."""
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    """Groups of heads that share what goes into and comes out of their states."""
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """The gated delta nets of a hybrid model."""
+
+    num_key_heads: int
+    """Heads of queries and of keys."""
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
 
 
 @dataclass(frozen=True)
@@ -157,6 +181,8 @@ class ModelShape:
     """Attention window in tokens; None means the whole sequence. It affects only times."""
     latent_attention: Optional[LatentAttention] = None
     experts: Optional[Experts] = None
+    mamba: Optional[Mamba] = None
+    gated_delta_net: Optional[GatedDeltaNet] = None
     layer_kinds: tuple[LayerKind, ...] = ()
     """Of each layer; empty means attention and, if there are any, experts, else an MLP in all."""
     precision: Precision = "bf16"
@@ -289,7 +315,14 @@ class ModelShape:
 
     def setting_of(self, layer: int) -> LayerSetting:
         """Return what backward recomputes of a layer."""
+        if self.kind_of(layer) == "/":
+            return NOTHING
         return self.layer_settings[layer] if self.layer_settings else self.recompute_modules
+
+    @property
+    def num_further_tokens(self) -> int:
+        """Predictions of further tokens (``mtp_num_layers``)."""
+        return self.layer_kinds.count("/")
 
     @cached_property
     def checkpoint_starts(self) -> frozenset[int]:
@@ -323,3 +356,8 @@ class ModelShape:
         if self.experts is None:
             raise ValueError("the model has no experts (num_experts is not set)")
         return self.experts
+
+
+def has_feed_forward(kind: LayerKind) -> bool:
+    """Return whether layers of a kind have an MLP or experts."""
+    return kind[-1] in "-E"

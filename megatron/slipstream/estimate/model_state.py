@@ -46,8 +46,10 @@ def num_parameters(shape: ModelShape, pp_rank: int) -> NumParameters:
                 in_experts = weights.get("expert_fc1", 0) + weights.get("expert_fc2", 0)
                 of_kind[kind] = sum(weights.values()) - in_experts, in_experts
             dense, experts = dense + of_kind[kind][0], experts + of_kind[kind][1]
-        dense += vocabulary * chunk.is_first
-        is_shared = shape.share_embeddings_and_output_weights and chunk.is_first
+        # Further tokens are embedded where they are predicted.
+        has_embedding = chunk.is_first or (chunk.is_last and shape.num_further_tokens > 0)
+        dense += vocabulary * has_embedding
+        is_shared = shape.share_embeddings_and_output_weights and has_embedding
         dense += vocabulary * (chunk.is_last and not is_shared)
     return NumParameters(dense, experts)
 

@@ -28,19 +28,34 @@ saves only the input of the first, in a group of its own.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+import itertools
+from typing import Optional
 
-from megatron.slipstream.estimate.model_shapes import LatentAttention, LayerKind, ModelShape
+from megatron.slipstream.estimate.model_shapes import (
+    LatentAttention,
+    LayerKind,
+    ModelShape,
+    has_feed_forward,
+)
+from megatron.slipstream.estimate.state_space import GDN_MODULES, MAMBA_MODULES, StateSpaceLayer
+from megatron.slipstream.estimate.tensors import (
+    Saved,
+    SavedTensor,
+    TensorMaker,
+    is_input_norm_fused,
+)
 from megatron.slipstream.plan.settings import WHOLE, LayerSetting
 
 MEGATRON_MODULES = (
-    *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
+    *("attn_norm", "qkv_linear", "core_attn", "attn_proj", *GDN_MODULES, *MAMBA_MODULES),
+    "mlp_norm",
     *("expert_fc1", "moe_act"),
 )
 """megatron-core's ``offload_modules``, in layer order."""
 
 MODULES = (
-    *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
+    *("attn_norm", "qkv_linear", "core_attn", "attn_proj", *GDN_MODULES, *MAMBA_MODULES),
+    "mlp_norm",
     *("mlp_fc1", "mlp_act", "mlp_fc2", "shared_experts", "expert_fc1", "moe_act", "expert_fc2"),
 )
 """The ``offload_modules`` that are modelled, in layer order."""
@@ -53,20 +68,6 @@ KEPT_BY_RECOMPUTATION = "recomputation reads it too"
 
 _MASKED_SOFTMAX_MAX_SEQUENCE = 16384
 """The longest sequence for which Transformer Engine's unfused attention has a softmax kernel."""
-
-
-class SavedTensor(NamedTuple):
-    """A storage that a layer saves for backward. Parts that save the same one use the same name."""
-
-    name: str
-    numel: int
-    nbytes: int
-    kept_by: str = ""
-    """Why offloading it frees no memory; empty if it does."""
-
-
-Saved = dict[str, tuple[SavedTensor, ...]]
-"""The saved tensors of each part."""
 
 
 def saved_tensors(shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None) -> Saved:
@@ -85,8 +86,14 @@ def saved_tensors(shape: ModelShape, layer: int, setting: Optional[LayerSetting]
     maker = _Layer(shape.with_setting(setting), kind)
     if setting == WHOLE:
         return {CHECKPOINT_INPUTS: maker.layer_input()} if layer in shape.checkpoint_starts else {}
-    found = maker.attention() if "*" in kind else {}
-    if kind != "*":
+    found: Saved = {}
+    if kind in ("G", "M"):
+        found = StateSpaceLayer(shape.with_setting(setting), kind).saved()
+    if kind == "/":
+        found = maker.further_tokens()
+    if "*" in kind:
+        found = maker.attention()
+    if has_feed_forward(kind):
         found |= maker.feed_forward()
     return {part: tensors for part, tensors in found.items() if tensors}
 
@@ -113,11 +120,13 @@ def marked_modules(
     has_experts = "E" in kind and "moe" not in recomputed
     shared = shape.experts.shared_ffn_hidden_size if shape.experts else 0
     is_there = {
-        "attn_norm": has_attention and not is_input_norm_fused(shape),
+        "attn_norm": (has_attention or kind == "G") and not is_input_norm_fused(shape, kind),
+        **dict.fromkeys(GDN_MODULES, kind == "G"),
+        **dict.fromkeys(MAMBA_MODULES, kind == "M"),
         "qkv_linear": has_attention,
         "core_attn": has_attention and "core_attn" not in recomputed,
         "attn_proj": has_attention,
-        "mlp_norm": kind != "*" and not is_mlp_norm_fused(shape, kind),
+        "mlp_norm": has_feed_forward(kind) and not is_mlp_norm_fused(shape, kind),
         **dict.fromkeys(("mlp_fc1", "mlp_act", "mlp_fc2"), has_mlp),
         "shared_experts": has_experts and shared > 0 and "shared_experts" not in recomputed,
         "expert_fc1": has_experts and are_whole,
@@ -139,33 +148,23 @@ def setting_with_tiles(
     """
     setting = shape.setting_of(layer) if setting is None else setting
     kind = shape.kind_of(layer)
-    if setting == WHOLE or kind == "*" or not shape.mlp_sequence_tiles:
+    if setting == WHOLE or not has_feed_forward(kind) or not shape.mlp_sequence_tiles:
         return setting
     return setting | {"moe_act" if "E" in kind else "mlp"}
 
 
-def is_input_norm_fused(shape: ModelShape) -> bool:
-    """See [Note: Transformer Engine's fused norms]."""
-    return shape.uses_transformer_engine and shape.latent_attention is None
-
-
 def is_mlp_norm_fused(shape: ModelShape, kind: LayerKind) -> bool:
-    """The same for the norm before the MLP or the experts."""
+    """Return the same as :func:`is_input_norm_fused` for the norm before the MLP or the experts."""
     return shape.uses_transformer_engine and "E" not in kind
 
 
 def input_name(kind: LayerKind) -> str:
     """Return the name of a layer's input among its tensors."""
-    return "layer_input" if "*" in kind else "attended"
+    return "attended" if kind in ("-", "E") else "layer_input"
 
 
-class _Layer:
+class _Layer(TensorMaker):
     """Derives the saved tensors of one layer."""
-
-    def __init__(self, shape: ModelShape, kind: LayerKind) -> None:
-        self._shape = shape
-        self._kind: LayerKind = kind
-        self._hidden = shape.region_tokens * shape.hidden_size
 
     def layer_input(self) -> tuple[SavedTensor, ...]:
         """Return the layer's input."""
@@ -174,13 +173,12 @@ class _Layer:
     def attention(self) -> Saved:
         """Return the tensors of the parts from the layer's input to attention's residual add."""
         shape = self._shape
-        recomputes_norm = shape.recomputes("layernorm") and not is_input_norm_fused(shape)
-        norm = self._norm("layer_input", shape.region_tokens, shape.hidden_size, recomputes_norm)
+        norm, recomputes_norm = self._input_norm()
         saved: Saved = {}
         # The down-projections of queries and of keys and values are two layers.
         copies = 2 if shape.latent_attention and shape.fp8_recipe else 1
         linear = [] if recomputes_norm else [self._input("normed_input", copies * self._hidden)]
-        if is_input_norm_fused(shape):
+        if is_input_norm_fused(shape, self._kind):
             linear = [*norm, *linear]
         else:
             saved["attn_norm"] = norm
@@ -217,6 +215,20 @@ class _Layer:
         saved |= self._experts(normed) if has_experts else self._mlp(normed, is_fused)
         saved["mlp_residual"] = self._hidden_dropout("mlp_dropout_mask")
         return saved
+
+    def further_tokens(self) -> Saved:
+        """Return the tensors of what begins the prediction of a further token.
+
+        These are the norm at the end of the layers before, and the norms and the projection that
+        join its output with the embedding of the next token.
+        """
+        hidden = self._shape.region_tokens, self._shape.hidden_size
+        names = ("layer_input", "further_state", "further_embedding")
+        norms = itertools.chain.from_iterable(self._norm(name, *hidden) for name in names)
+        return {
+            "further_norms": tuple(norms),
+            "further_proj": (self._input("further_joined", 2 * self._hidden),),
+        }
 
     # Parts
 
@@ -382,55 +394,3 @@ class _Layer:
             self._tensor(f"{prefix}_gate", rows * width),
             self._tensor(f"{prefix}_linear", rows * width),
         )
-
-    # Tensors
-
-    def _norm(
-        self, name: str, rows: int, width: int, is_recomputed: bool = False
-    ) -> tuple[SavedTensor, ...]:
-        """Return the tensors that a norm of ``[rows, width]`` saves, its input first."""
-        shape = self._shape
-        if is_recomputed:
-            return (self._tensor(name, rows * width),)
-        taken = self._tensor(name, rows * width)
-        if shape.uses_transformer_engine:
-            statistics = [self._float32(f"{name}_deviation", rows)]
-            if shape.normalization == "LayerNorm":
-                statistics.append(self._float32(f"{name}_mean", rows))
-            return (taken, *statistics)
-        if shape.normalization == "LayerNorm":
-            names = (f"{name}_mean", f"{name}_deviation")
-            return (taken, *(self._tensor(each, rows) for each in names))
-        # Plain PyTorch computes an RMS norm step by step, in float32.
-        return (
-            self._float32(name if shape.precision == "fp32" else f"{name}_fp32", rows * width),
-            self._float32(f"{name}_deviation", rows),
-            self._float32(f"{name}_scaled", rows * width),
-        )
-
-    def _rotary_tables(self, width: int | None) -> tuple[SavedTensor, ...]:
-        """Return the cosine and sine tables for queries and keys."""
-        if width is None:
-            return ()
-        names = ("query_cosines", "query_sines", "key_cosines", "key_sines")
-        return tuple(self._tensor(name, self._shape.sequence * width) for name in names)
-
-    def _hidden_dropout(self, name: str) -> tuple[SavedTensor, ...]:
-        has_dropout = self._shape.hidden_dropout > 0
-        return (self._dropout_mask(name, self._hidden),) if has_dropout else ()
-
-    def _dropout_mask(self, name: str, numel: int) -> SavedTensor:
-        # Masks are boolean on a GPU; without one, they have the dtype of activations.
-        if self._shape.uses_transformer_engine:
-            return SavedTensor(name, numel, numel)
-        return self._tensor(name, numel)
-
-    def _tensor(self, name: str, numel: int, kept_by: str = "") -> SavedTensor:
-        return SavedTensor(name, numel, numel * self._shape.element_bytes, kept_by)
-
-    def _input(self, name: str, numel: int) -> SavedTensor:
-        """Return a linear layer's input, see [Note: Inputs of linear layers in fp8]."""
-        return SavedTensor(name, numel, int(numel * self._shape.linear_input_bytes))
-
-    def _float32(self, name: str, numel: int) -> SavedTensor:
-        return SavedTensor(name, numel, 4 * numel)

@@ -54,6 +54,12 @@ def _sizes(shape: ModelShape) -> Iterator[tuple[str, Optional[int]]]:
             yield name, getattr(shape.parallelism, field)
     if shape.latent_attention is not None:
         yield from vars(shape.latent_attention).items()
+    if (net := shape.gated_delta_net) is not None:
+        for name, value in vars(net).items():
+            yield f"linear_{name}", value
+    if (mamba := shape.mamba) is not None:
+        for name, value in vars(mamba).items():
+            yield f"mamba_{name}", value
     if (experts := shape.experts) is not None:
         yield "num_experts", experts.num_experts
         yield "moe_router_topk", experts.topk
@@ -112,6 +118,10 @@ def _wrong_settings(shape: ModelShape) -> Iterator[str]:
         yield _conflict(
             what, "layer_settings", "one checkpoint holds layers of one setting", "set 1"
         )
+    if shape.layers_per_checkpoint > 1 and shape.num_further_tokens:
+        what = f"recompute_num_layers={shape.layers_per_checkpoint}"
+        why = "megatron-core checkpoints each prediction alone"
+        yield _conflict(what, f"mtp_num_layers={shape.num_further_tokens}", why, "set 1")
     if len(shape.layer_settings) not in (0, shape.num_layers):
         yield (
             f"layer_settings has {len(shape.layer_settings)} entries, but "
@@ -160,6 +170,20 @@ def _shares(shape: ModelShape) -> Iterator[tuple[str, int, str, int]]:
     if par.sequence_parallel:
         name = f"{tensor} (sequence_parallel)"
         yield "seq_length / context_parallel_size", shape.sequence, name, par.tp
+    if (mamba := shape.mamba) is not None:
+        groups = mamba.num_groups
+        yield (
+            "mamba_num_heads",
+            mamba.num_heads,
+            f"{tensor} * context_parallel_size",
+            par.tp * par.cp,
+        )
+        yield "mamba_num_groups", groups, tensor, par.tp
+        yield "mamba_num_heads", mamba.num_heads, "mamba_num_groups", groups
+    if (net := shape.gated_delta_net) is not None:
+        keys, values = net.num_key_heads, net.num_value_heads
+        yield "linear_num_key_heads", keys, f"{tensor} * context_parallel_size", par.tp * par.cp
+        yield "linear_num_value_heads", values, "linear_num_key_heads", keys
     if experts is None:
         return
     shared = experts.shared_ffn_hidden_size

@@ -79,8 +79,9 @@ def describe(configured: Configured, speed: Speed) -> Iterator[str]:
     """Describe the model and the GPU."""
     shape, par = configured.shape, configured.shape.parallelism
     whole = replace(shape, parallelism=Parallelism(), layers_per_chunk=())
+    num_layers = shape.num_layers - shape.num_further_tokens
     parts = [
-        f"{shape.num_layers} layers, {num_parameters(whole, 0).total / 1e9:.3g}e9 parameters",
+        f"{num_layers} layers, {num_parameters(whole, 0).total / 1e9:.3g}e9 parameters",
         f"sequence {shape.seq_length}, micro-batch {shape.micro_batch_size}",
         f"{configured.num_micro_batches} micro-batches",
         f"{shape.precision}, {shape.attention_backend} attention",
@@ -153,6 +154,8 @@ def layer_tables(configured: Configured, speed: Speed) -> Iterator[str]:
 _NAMES: Mapping[LayerKind, str] = {
     **{"*-": "a dense layer", "*E": "a layer with experts"},
     **{"*": "an attention layer", "-": "an MLP layer", "E": "an experts layer"},
+    **{"M": "a Mamba layer", "G": "a gated delta net"},
+    "/": "what joins hidden states with the next token's embedding",
 }
 
 

@@ -18,19 +18,19 @@ from functools import cached_property
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.layer_costs import layer_costs
 from megatron.slipstream.estimate.layer_passes import Stretch, backward_pass, forward_pass
-from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
+from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape, has_feed_forward
 from megatron.slipstream.estimate.saved_tensors import (
     CHECKPOINT_INPUTS,
     input_name,
-    is_input_norm_fused,
     is_mlp_norm_fused,
     marked_modules,
     saved_tensors,
     savers_of,
 )
 from megatron.slipstream.estimate.schedules import Pass, Schedule, idle_ms, rank_schedule
+from megatron.slipstream.estimate.tensors import is_input_norm_fused
 from megatron.slipstream.plan.settings import (
-    WHOLE,
+    WHOLE_LAYER,
     Assignment,
     LayerSetting,
     describe_setting,
@@ -132,7 +132,7 @@ class Workplan:
             kinds = tuple(map(self.shape.kind_of, chunk.layers))
             for kind, layer in zip(kinds, chunk.layers, strict=True):
                 if kind not in templates:
-                    parts = WHOLE | set(recomputable_modules(self.shape, layer))
+                    parts = recomputable_parts(self.shape, layer)
                     alone = chunk._replace(layers=(layer,), is_last=False)
                     templates[kind] = {
                         setting: self._movable._template(single.with_setting(setting), alone)
@@ -219,12 +219,12 @@ def _kind(name: str, setting: LayerSetting) -> str:
     return f"{name} ({describe_setting(setting)})"
 
 
-def recomputable_modules(shape: ModelShape, layer: int) -> tuple[str, ...]:
-    """Return the ``recompute_modules`` that make a difference to a layer of this kind."""
+def recomputable_parts(shape: ModelShape, layer: int) -> LayerSetting:
+    """Return the parts, and the whole, whose recomputation makes a difference to such a layer."""
     kind = shape.kind_of(layer)
     experts = shape.experts if "E" in kind else None
-    has_input_norm = "*" in kind and not is_input_norm_fused(shape)
-    has_mlp_norm = kind != "*" and not is_mlp_norm_fused(shape, kind)
+    has_input_norm = kind[0] in "*G" and not is_input_norm_fused(shape, kind)
+    has_mlp_norm = has_feed_forward(kind) and not is_mlp_norm_fused(shape, kind)
     makes_sense = {
         "layernorm": has_input_norm or has_mlp_norm,
         "core_attn": "*" in kind,
@@ -233,8 +233,9 @@ def recomputable_modules(shape: ModelShape, layer: int) -> tuple[str, ...]:
         "moe": experts is not None,
         "moe_act": experts is not None and not shape.mlp_sequence_tiles,
         "shared_experts": experts is not None and experts.shared_ffn_hidden_size > 0,
+        WHOLE_LAYER: kind != "/",
     }
-    return tuple(name for name, does in makes_sense.items() if does)
+    return LayerSetting(name for name, does in makes_sense.items() if does)
 
 
 def _template(work: Workplan, shape: ModelShape, chunk: Chunk) -> Template:
@@ -286,18 +287,20 @@ class _Marker:
 
     def forward(self, stretches: Iterable[Stretch]) -> Iterator[Event]:
         """Yield the work of forward, and the marks of groups and of the output layer."""
+        output = -1  # Marks of the output layer are counted: further tokens have their own.
         for stretch in stretches:
             groups = self._group_of.get(stretch.layer, {})
             is_output = stretch.part == OUTPUT_LAYER
+            output -= is_output
             spans = self._spans.get(stretch.layer, {})
             for name, span in spans.items():
                 if stretch.part == span[0]:
                     yield Mark(StepKind.FORWARD_START, groups[name], name)
             if is_output:  # [Note: Marks of no group]
-                yield Mark(StepKind.OUTPUT_START, -2, OUTPUT_LAYER)
+                yield Mark(StepKind.OUTPUT_START, output, OUTPUT_LAYER)
             yield self._work(stretch)
             if is_output:
-                yield Mark(StepKind.OUTPUT_END, -2, OUTPUT_LAYER)
+                yield Mark(StepKind.OUTPUT_END, output, OUTPUT_LAYER)
             for name, span in reversed(spans.items()):  # Groups end inside of others.
                 if stretch.part == span[-1] and name != CHECKPOINT_INPUTS:
                     yield Mark(StepKind.FORWARD_COMMIT, groups[name], name)
@@ -312,6 +315,7 @@ class _Marker:
         A part that runs again reads what it saved: [Note: Recomputation reads first] in ``trace``.
         """
         used: set[int] = set()
+        output = -2 - self._shape.num_further_tokens
         for stretch in stretches:
             groups = self._group_of.get(stretch.layer, {})
             is_output = stretch.part == OUTPUT_LAYER
@@ -320,10 +324,11 @@ class _Marker:
                     used.add(groups[name])
                     yield Mark(StepKind.BACKWARD_USE, groups[name], name)
             if is_output:
-                yield Mark(StepKind.OUTPUT_BACKWARD_START, -2, OUTPUT_LAYER)
+                yield Mark(StepKind.OUTPUT_BACKWARD_START, output, OUTPUT_LAYER)
             yield self._work(stretch)
             if is_output:
-                yield Mark(StepKind.OUTPUT_BACKWARD_END, -2, OUTPUT_LAYER)
+                yield Mark(StepKind.OUTPUT_BACKWARD_END, output, OUTPUT_LAYER)
+                output += 1
 
     def _work(self, stretch: Stretch) -> Work:
         ms = _round(stretch.ms(self._plan.speed))
@@ -340,6 +345,7 @@ _LAST_PARTS: dict[str, str] = {
     "attn_norm": "attn_residual",
     "moe_act": "expert_fc2",
     "mlp_norm": "mlp_residual",
+    "gdn_rule": "gdn_norm",
 }
 """The part of a layer at whose end a module's group ends, if it is not the module's own."""
 

@@ -16,6 +16,7 @@ from megatron.slipstream.estimate.saved_tensors import (
     MODULES,
     marked_modules,
 )
+from megatron.slipstream.estimate.state_space import GDN_MODULES, MAMBA_MODULES
 from megatron.slipstream.estimate.synthetic import DEFAULT_MIN_NUMEL
 from megatron.slipstream.options.model import check_model_options
 from megatron.slipstream.options.rules import require
@@ -55,14 +56,19 @@ class Configured:
 
 
 def usable_modules(shape: ModelShape) -> tuple[str, ...]:
-    """Return the modules that megatron-core marks in any layer of the model, in layer order.
+    """Return the modules that may move unless others are named, in layer order.
 
-    'core_attn' is included even if not marked, since megatron-core requires it with 'attn_proj'.
-    The inputs of recomputed layers are included.
+    These are those that megatron-core marks in any layer of the model; of state-space layers, which
+    it does not mark, those that Slipstream does. 'core_attn' is included even if not marked, since
+    megatron-core requires it with 'attn_proj'. The inputs of recomputed layers are included.
     """
     found = {name for layer in range(shape.num_layers) for name in marked_modules(shape, layer)}
     found.add("core_attn")
-    return tuple(name for name in (CHECKPOINT_INPUTS, *MEGATRON_MODULES) if name in found)
+    return tuple(
+        name
+        for name in (CHECKPOINT_INPUTS, *MEGATRON_MODULES, *GDN_MODULES, *MAMBA_MODULES)
+        if name in found
+    )
 
 
 def default_micro_batches(parallelism: Parallelism) -> int:

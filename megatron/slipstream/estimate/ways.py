@@ -17,10 +17,10 @@ from functools import cached_property
 from typing import NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import Speed
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import ModelShape, has_feed_forward
 from megatron.slipstream.estimate.saved_tensors import marked_modules
 from megatron.slipstream.estimate.schedules import Pass, idle_ms
-from megatron.slipstream.estimate.synthetic import Workplan, recomputable_modules
+from megatron.slipstream.estimate.synthetic import Workplan, recomputable_parts
 from megatron.slipstream.estimate.training_setup import Configured, usable_modules
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.assignments import Judge, Limits as RankLimits, Score, shortest
@@ -369,7 +369,7 @@ class SizedModel:
         for number in range(shape.parallelism.pp):
             layers = [layer for chunk in shape.chunks_of(number) for layer in chunk.layers]
             kinds = {shape.kind_of(layer): layer for layer in layers}
-            parts = [WHOLE.union(recomputable_modules(shape, layer)) for layer in kinds.values()]
+            parts = [recomputable_parts(shape, layer) for layer in kinds.values()]
             settings = [setting & part for setting in asked for part in parts]
             state = self.state_bytes[number]
             rank = work.rank_templates(number, state, settings)
@@ -391,7 +391,7 @@ def selective_setting(shape: ModelShape) -> LayerSetting:
         return shape.recompute_modules
     if shape.attention_backend in ("unfused", "local"):
         return LayerSetting({"core_attn"})
-    names = {"moe_act" if "E" in kind else "mlp" for kind in shape.kinds if kind != "*"}
+    names = {"moe_act" if "E" in kind else "mlp" for kind in shape.kinds if has_feed_forward(kind)}
     names |= {"mla_up_proj"} if shape.latent_attention else set()
     return LayerSetting(names | {"layernorm"})
 

@@ -45,7 +45,8 @@ NAMES: Set[str] = DEFAULTS.keys() | set(
     cpu_offloading cpu_offloading_num_layers data_parallel_size data_path
     dataloader_defer_npy_index_mmap dataloader_fast_cache_load dataloader_inter_document_masking
     dataloader_type decrease_batch_size_if_needed defer_embedding_wgrad_compute
-    delay_offload_until_cuda_graph delay_wgrad_compute distribute_saved_activations
+    delay_offload_until_cuda_graph delay_wgrad_compute deterministic_mode
+    distribute_saved_activations
     dynamic_context_parallel dynamic_context_parallel_verify enable_cuda_graph end_weight_decay
     eval_before_training eval_interval eval_iters eval_micro_batch_size
     experimental_attention_variant expert_gtp_weight_remat_size external_cuda_graph
@@ -54,7 +55,8 @@ NAMES: Set[str] = DEFAULTS.keys() | set(
     fp8_multi_head_attention fp8_output_proj fp8_param_gather freeze_all_layers full_validation
     fused_residual_rmsnorm has_gpt_builder has_grouped_gemm heterogeneous_layers_config_encoded_json
     heterogeneous_layers_config_path hidden_dropout hidden_size
-    hierarchical_context_parallel_sizes hybrid_context_parallel hybrid_layer_pattern load
+    hierarchical_context_parallel_sizes hybrid_context_parallel hybrid_layer_pattern is_hybrid_model
+    load
     log_interval logits_load_dir lr lr_decay_iters lr_decay_samples lr_decay_style
     lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters
     lr_wsd_decay_samples max_dynamic_context_parallel_size max_position_embeddings min_lr
@@ -76,7 +78,7 @@ NAMES: Set[str] = DEFAULTS.keys() | set(
     thd_max_packed_sequences thd_max_tokens tp_comm_overlap train_iters train_samples
     transformer_impl use_checkpoint_opt_param_scheduler use_fused_weighted_squared_relu
     use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_kitchen_attention
-    use_megatron_fsdp use_mup use_te_activation_func use_torch_fsdp2
+    use_mamba_mem_eff_path use_megatron_fsdp use_mup use_te_activation_func use_torch_fsdp2
     use_transformer_engine_op_fuser variable_seq_lengths vocab_size weight_decay
     """.split()
 )

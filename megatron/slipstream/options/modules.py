@@ -55,7 +55,8 @@ def own_modules(facts: Any) -> list[str]:
 def _has_only_expert_layers(facts: Any) -> bool:
     pattern = facts.moe_layer_freq
     is_every_one = pattern == 1 or (isinstance(pattern, list) and all(pattern))
-    return bool(facts.num_moe_experts) and not facts.hybrid_layer_pattern and is_every_one
+    has_pattern = facts.hybrid_layer_pattern or facts.is_hybrid_model
+    return bool(facts.num_moe_experts) and not has_pattern and is_every_one
 
 
 def _has_layers(facts: Any, letters: str) -> bool:

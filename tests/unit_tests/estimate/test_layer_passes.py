@@ -23,8 +23,10 @@ from megatron.slipstream.estimate.model_shapes import (
     ATTENTION_BACKENDS,
     RECOMPUTE_MODULES,
     Experts,
+    GatedDeltaNet,
     LatentAttention,
     LayerKind,
+    Mamba,
     ModelShape,
     Parallelism,
 )
@@ -159,6 +161,10 @@ def test_tiles_bound_what_an_mlp_and_the_logits_take(
 
 SHARED = Experts(num_experts=8, topk=2, ffn_hidden_size=256, shared_ffn_hidden_size=128)
 LATENT = LatentAttention(128, 64, 32, 16, 32)
+MAMBA = Mamba(num_heads=8, head_dim=64, state_dim=32, num_groups=2)
+DELTA = GatedDeltaNet(
+    num_key_heads=2, num_value_heads=4, key_head_dim=32, value_head_dim=64, conv_kernel_dim=4
+)
 
 
 @st.composite
@@ -166,7 +172,8 @@ def shapes(draw: st.DrawFn) -> ModelShape:
     backend = draw(st.sampled_from(ATTENTION_BACKENDS))
     latent = draw(st.sampled_from([None, LATENT]))
     modules = [name for name in RECOMPUTE_MODULES if latent or name != "mla_up_proj"]
-    step = draw(st.integers(1, 3))
+    kinds = draw(st.lists(st.sampled_from(get_args(LayerKind)), min_size=8, max_size=8))
+    step = 1 if "/" in kinds else draw(st.integers(1, 3))
     setting = st.one_of(st.just(WHOLE), st.frozensets(st.sampled_from(modules)))
     return ModelShape(
         num_layers=8,
@@ -178,9 +185,9 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         qk_layernorm=draw(st.booleans()),
         latent_attention=latent,
         experts=SHARED,
-        layer_kinds=tuple(
-            draw(st.lists(st.sampled_from(get_args(LayerKind)), min_size=8, max_size=8))
-        ),
+        mamba=MAMBA,
+        gated_delta_net=DELTA,
+        layer_kinds=tuple(kinds),
         attention_backend=backend,
         fp8_recipe=draw(st.sampled_from([None, "mxfp8"])),
         cross_entropy=draw(st.sampled_from(["unfused", "native", "te"])),

@@ -19,11 +19,13 @@ from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.estimate.model_options import shape_of_options
 from megatron.slipstream.estimate.model_shapes import (
     Experts,
+    GatedDeltaNet,
     LatentAttention,
+    Mamba,
     Optimizer,
     Parallelism,
 )
-from megatron.slipstream.estimate.model_state import state_bytes
+from megatron.slipstream.estimate.model_state import num_parameters, state_bytes
 from megatron.slipstream.estimate.saved_tensors import saved_tensors
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.estimate.training_command import read_flags, split_command
@@ -125,11 +127,17 @@ REFUSED = {
     LLAMA + "--mlp-sequence-tiles 4": "mlp_sequence_tiles=4 is not supported with a plan",
     LLAMA + "--loss-sequence-tiles 4": "loss_sequence_tiles=4 is not supported with a plan",
     LLAMA + "--mtp-num-layers 1": "mtp_num_layers=1 is not supported",
-    HYBRID + "--hybrid-layer-pattern *-M-": (
-        "hybrid_layer_pattern=*-M- is not supported with a plan from flags because what M (Mamba)"
+    BASE.replace("--num-layers 8 ", "")
+    + LATENT
+    + "--disable-bias-linear --hybrid-layer-pattern D-D-": (
+        "because what D (sparse attention) saves"
     ),
-    HYBRID + "--hybrid-layer-pattern G-*-": "because what G (gated delta net)",
-    HYBRID + "--hybrid-layer-pattern *-*-/*-": "because what / (predicted tokens)",
+    HYBRID + "--hybrid-layer-pattern M-*- --disable-mamba-mem-eff-path": (
+        "use_mamba_mem_eff_path=False is not supported with a plan from flags because"
+    ),
+    HYBRID + "--hybrid-layer-pattern G-*- --deterministic-mode": (
+        "deterministic_mode=True is not supported with a plan from flags because"
+    ),
     HYBRID + "--hybrid-layer-pattern *E": "num_experts is not set",
     LLAMA.replace("--vocab-size 1000 ", ""): "vocab_size is not set",
     LLAMA + "--num-lyers 3": "did you mean --num-layers?",
@@ -265,6 +273,10 @@ LIKE_A_PATTERN = {
     "recompute": HYBRID + "--recompute-granularity selective --recompute-modules core_attn mlp "
     "--hybrid-layer-pattern " + "*-" * 8,
 }  # fmt: skip
+STATE_SPACE = (
+    HYBRID + EXPERTS + "--mamba-state-dim 64 --mamba-head-dim 32 --mamba-num-groups 4 "
+    "--pipeline-model-parallel-size 2 --hybrid-layer-pattern ME*-|MGE/*E/*E"
+)
 """Flags of the same transformer as those of PLANNED, by a pattern."""
 LATENT_PATTERN = "--hybrid-layer-pattern +-+-"
 
@@ -297,6 +309,7 @@ def parse_all(rank: int, world_size: int, port: int) -> dict[str, Any]:
     for name, flags in LIKE_A_PATTERN.items():
         found["pattern", name] = configured_by_flags(flags.split())
     found["latent pattern"] = configured_by_flags((BASE + LATENT + LATENT_PATTERN).split())
+    found["state space"] = configured_by_flags(STATE_SPACE.split())
     found["counted"] = configured_by_flags(LLAMA.split(), num_micro_batches=5)
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
@@ -372,6 +385,25 @@ def test_latent_attention_of_a_pattern(parsed: dict[str, Configured]) -> None:
     assert shape.layer_kinds == ("*", "-", "*", "-")
     assert shape.latent_attention == LatentAttention(64, 32, 16, 8, 16)
     assert parsed["pattern", "llama"].shape.latent_attention is None  # type: ignore[index]
+
+
+def test_state_space_layers_and_further_tokens_of_a_pattern(parsed: dict[str, Configured]) -> None:
+    found = parsed["state space"]
+    shape = found.shape
+    assert shape.layer_kinds == (*"ME*-", *"MGE", *"/*E", *"/*E")
+    assert shape.mamba == Mamba(num_heads=32, head_dim=32, state_dim=64, num_groups=4)
+    assert shape.gated_delta_net == GatedDeltaNet(16, 32, 128, 128, 4)
+    assert [len(chunk.layers) for chunk in shape.chunks] == [4, 9]
+    assert {"mamba_scan", "gdn_rule", "expert_fc1"} <= {*found.modules}
+    # Weights of the second stage, with those of both predictions and a copy of the embedding.
+    hidden, inner = 512, 1024
+    mamba = hidden * (3 * inner + 2 * 4 * 64 + 32) + (inner + 2 * 4 * 64) * 4
+    delta = hidden * (2 * 2048 + 3 * 4096 + 2 * 32) + (2 * 2048 + 4096) * 4
+    attention, experts = hidden * 64 * (2 * 8 + 2 * 4), hidden * 8 + 8 * 3 * hidden * 256
+    further = 2 * hidden * hidden + attention + experts
+    vocabulary = 2 * hidden * shape.vocab_size
+    total = mamba + delta + experts + 2 * further + vocabulary
+    assert num_parameters(shape, 1).total == total
 
 
 @pytest.mark.parametrize("flags", POLICIES)

@@ -196,22 +196,31 @@ STATE_RULES: tuple[Rule, ...] = (
 )
 """Restrictions of the state that is derived from the parameters."""
 
-_LETTERS = {"M": "Mamba", "G": "gated delta net", "D": "sparse attention", "/": "predicted tokens"}
-"""What is not modelled, by its letter in ``hybrid_layer_pattern``."""
 
-
-def _no_letter(letter: str) -> Rule:
-    return _unsupported(
-        "hybrid_layer_pattern",
-        f"what {letter} ({_LETTERS[letter]}) saves is not modelled",
-        "plan a recorded iteration of the model (offload_trace_path) instead, or a pattern of * + "
-        "- E |",
-        lambda f: letter not in (f.hybrid_layer_pattern or ""),
-    )
+def _has_letter(facts: Any, letter: str) -> bool:
+    return letter in (facts.hybrid_layer_pattern or "")
 
 
 PLAN_RULES: tuple[Rule, ...] = (
-    *map(_no_letter, _LETTERS),
+    _unsupported(
+        "hybrid_layer_pattern",
+        "what D (sparse attention) saves is not modelled",
+        "plan a recorded iteration of the model (offload_trace_path) instead, or a pattern of + "
+        "for D",
+        lambda f: not _has_letter(f, "D"),
+    ),
+    _unsupported(
+        "use_mamba_mem_eff_path",
+        "what Mamba saves on its other path is not modelled",
+        "leave --disable-mamba-mem-eff-path out",
+        lambda f: f.use_mamba_mem_eff_path is not False or not _has_letter(f, "M"),
+    ),
+    _unsupported(
+        "deterministic_mode",
+        "what a gated delta net saves without its kernels is not modelled",
+        "leave it out",
+        lambda f: not f.deterministic_mode or not _has_letter(f, "G"),
+    ),
     _not_modelled("fp8_recipe", lambda f: not f.fp8 or f.fp8_recipe in QUANTIZED_BYTES),
     _not_modelled("fp8_dot_product_attention"),
     _unsupported("fp4", _BY_RECIPE, _IN_16_BITS),
@@ -349,11 +358,9 @@ def _shape(args: Any, config: Any) -> ModelShape:
     cp_comm_type = args.cp_comm_type
     if isinstance(cp_comm_type, list):  # One for all layers, or one for each.
         cp_comm_type = cp_comm_type[0]
-    pattern, of_pattern = args.hybrid_layer_pattern, {}
-    if pattern is not None:
-        of_pattern = pattern_fields(pattern, args.pipeline_model_parallel_size)
     shape = shape_of_config(
         config,
+        args.hybrid_layer_pattern,
         vocab_size=_padded_vocab_size(args),
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
@@ -364,7 +371,6 @@ def _shape(args: Any, config: Any) -> ModelShape:
         optimizer=_optimizer(args),
         mlp_sequence_tiles=args.mlp_sequence_tiles == "auto",
         loss_sequence_tiles=args.loss_sequence_tiles == "auto",
-        **of_pattern,
     )
     parallelism = replace(
         shape.parallelism,
@@ -397,16 +403,18 @@ def _optimizer(args: Any) -> Optimizer:
     return replace(found, main_bytes=main_bytes, moment_bytes=moment_bytes)
 
 
-def shape_of_config(config: Any, **training: Any) -> ModelShape:
+def shape_of_config(config: Any, pattern: Optional[str], **training: Any) -> ModelShape:
     """Return the shape of the model that a ``TransformerConfig`` describes.
 
     Args:
         config: The configuration.
+        pattern: The ``hybrid_layer_pattern`` of a hybrid model; None for a GPT model.
         training: Fields of :class:`ModelShape` that ``config`` lacks, or that override its values.
     """
-    if "layers_per_chunk" not in training:
-        training["layers_per_chunk"] = _layers_per_chunk(config)
-    return shape_of_options(config, **training)
+    counts = () if "|" in (pattern or "") else _layers_per_chunk(config)
+    if pattern is None:
+        return shape_of_options(config, layers_per_chunk=counts, **training)
+    return shape_of_options(config, **pattern_fields(config, pattern, counts), **training)
 
 
 def _padded_vocab_size(args: Any) -> int:
