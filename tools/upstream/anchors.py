@@ -204,6 +204,19 @@ def override(call: str) -> Change:
     return change
 
 
+def in_class(code: str) -> Change:
+    """Put code first in a class."""
+
+    def change(source: Source, name: str) -> None:
+        found = source.find(name)
+        if not isinstance(found, ast.ClassDef):
+            raise source.moved(name, "is no class")
+        before = _after_docstring(found)
+        source.insert(before.lineno, f"{code}\n", before.col_offset)
+
+    return change
+
+
 def at_start(code: str, *uses: str) -> Change:
     """Run code first in a function."""
 

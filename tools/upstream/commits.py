@@ -12,6 +12,7 @@ from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import Patch
 from tools.upstream.anchors import Edit
 from tools.upstream.fields import budget_edits, field_edits
+from tools.upstream.graph_edits import layer_graph_edits
 from tools.upstream.modules import ENGINE_FOLDERS, modules_in
 
 
@@ -68,8 +69,8 @@ COMMITS = (
         (*table.GROUPS, *table.DISCARDED),
         (
             *(module for room in ENGINE_FOLDERS for module in modules_in(room)),
-            *("integration.seam.manager", "launcher", "options.engine", "options.fields"),
-            *("options.host_memory", "options.rules", "patches.marks"),
+            *("integration.seam.manager", "launcher", "options.engine", "options.facts"),
+            *("options.fields", "options.host_memory", "options.rules", "patches.marks"),
         ),
         ("conftest.py",),
         ("plan/test_*.py", "fine_grained_activation_offload/test_*.py"),
@@ -101,6 +102,19 @@ COMMITS = (
         new=("test_config_fields.py",),
     ),
     Commit(
+        "Planned offloading: copies inside the CUDA graphs of layers",
+        "Layers notify the engine where Transformer Engine captures and replays them, so its\n"
+        "copies are part of the graphs, on a stream of their own: work after a graph waits for\n"
+        "its computation only. TECudaGraphHelper's hooks reach the engine already.",
+        name="graphs",
+        edits=layer_graph_edits,
+        modules=(
+            *("patches.graph_calls", "integration.graphs.goals", "integration.graphs.layer_copies"),
+            *("integration.seam.layer_classes", "options.preflight"),
+        ),
+        new=("select.py", "test_layer_graphs.py"),
+    ),
+    Commit(
         "Planned offloading: recomputation and a memory budget",
         "activation_memory_budget chooses for each layer what it keeps, moves and recomputes, so\n"
         "that activations fit in the least time. Layers are changed between iterations, and the\n"
@@ -110,8 +124,7 @@ COMMITS = (
         modules=(
             *modules_in("integration.budget"),
             *("integration.layers.layer_boundaries", "integration.layers.layer_parts"),
-            *("integration.layers.layer_settings", "integration.seam.layer_classes"),
-            "options.budget",
+            *("integration.layers.layer_settings", "options.budget"),
         ),
         new=("select.py", "test_memory_budget.py"),
         edits=budget_edits,
@@ -120,7 +133,6 @@ COMMITS = (
 )
 
 NOT_YET = (
-    "offloading in layer graphs",
     "packed sequences",
     "chunk graphs",
     "sync-free experts",

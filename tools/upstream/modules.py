@@ -32,6 +32,8 @@ FOLDERS = {
 }
 """Packages that move as a whole, and their names there."""
 MODULES = {
+    "integration.graphs.goals": f"{ENGINE}.graph_goals",
+    "integration.graphs.layer_copies": f"{ENGINE}.layer_copies",
     "integration.layers.layer_boundaries": f"{ENGINE}.budget.layer_boundaries",
     "integration.layers.layer_parts": f"{ENGINE}.budget.layer_parts",
     "integration.layers.layer_settings": f"{ENGINE}.budget.layer_settings",
@@ -44,11 +46,14 @@ MODULES = {
     "launcher": f"{ENGINE}.launcher",
     "options.budget": f"{ENGINE}.budget.budget_rules",
     "options.engine": f"{ENGINE}.option_rules",
+    "options.facts": f"{ENGINE}.facts",
     "options.fields": f"{ENGINE}.options",
     "options.host_memory": f"{ENGINE}.host_memory",
     "options.model": f"{ENGINE}.graph_options",
+    "options.preflight": f"{ENGINE}.process_facts",
     "options.rules": f"{ENGINE}.rules",
     "patches.d2h_by_kernel": "megatron.core.d2h_by_kernel",
+    "patches.graph_calls": "megatron.core.transformer.graph_calls",
     "patches.marks": f"{ENGINE}.marks",
     "patches.model_calls": f"{ENGINE}.model_calls",
     "patches.multihot_map": "megatron.core.transformer.moe.multihot_map",
@@ -74,16 +79,29 @@ STAY = frozenset(
 
 KEEP = {
     "integration.cpu.cpu_only": {"install_cpu_shims"},
-    "integration.seam.compat": {"missing_pass_arguments"},
+    "integration.graphs.goals": {"warn_of_untimed_plan"},
+    "integration.seam.compat": {"missing_pass_arguments", "unmark_norms_at_graph_edges"},
     "launcher": {"rank", "num_local_ranks"},
     "options.budget": {"BUDGET_RULES", "GATHERED", "OTHER_PASSES"},
     "options.engine": {"RULES"},
     "options.fields": {"OffloadConfig"},
-    "options.model": {"moves_in_layer_graphs", "CHECKPOINTED_MODULES", "graphed_modules"},
-    "options.rules": {"Condition", "Rule", "check_rules", "option_rule", "require", "value_rule"},
+    "options.model": {
+        *("moves_in_layer_graphs", "CHECKPOINTED_MODULES", "graphed_modules"),
+        *("LAYER_GRAPH_RULES", "check_options_in_graphs"),
+    },
+    "options.preflight": {"check_graphs", "collect"},
+    "options.rules": {
+        *("Condition", "Rule", "check_rules", "option_rule", "require", "value_rule", "warn_once"),
+    },
     "packed_sequences.batch": {"context_parallel_positions"},
     "patches.multihot_map": {"indices_to_multihot"},
-    "patches.releases": {"models_pass_their_rank", "is_within", "TESTED_RELEASES", "release"},
+    "patches.releases": {
+        "models_pass_their_rank",
+        "is_since",
+        "is_within",
+        "TESTED_RELEASES",
+        "release",
+    },
     "patches.rotary_kernels": {"restrict_autotune_configs"},
 }
 """Of some modules only these definitions, with what they use."""
@@ -95,7 +113,6 @@ DROP = {
 """Definitions that do not move: they read and write files of our tools."""
 INSTEAD = {
     "options.fields": {"_check_types": "check_types.py"},
-    "options.rules": {"check_rules": "check_rules.py"},
     "patches.rotary_kernels": {"runs_triton": ""},
 }
 """Definitions that have another text there, and the file of ``new`` that holds it."""
@@ -208,16 +225,22 @@ def _renamed(text: str) -> str:
     text = text.replace(f'"{PACKAGE}"', f'"{PIPELINE}"')  # the name of a logger
     text = re.sub(rf"{re.escape(PACKAGE)}\.([\w.]+\w)", place, text)
     # from a.b import c: where c is a module, it may have moved away from its siblings.
-    return re.sub(rf"from {re.escape(PACKAGE)}[\w.]* import (\w+)$", _sibling, text, flags=re.M)
+    return re.sub(
+        rf"from {re.escape(PACKAGE)}[\w.]* import ([\w, ]+)$", _siblings, text, flags=re.M
+    )
 
 
-def _sibling(found: re.Match[str]) -> str:
+def _siblings(found: re.Match[str]) -> str:
     room = found[0].split()[1].removeprefix(PACKAGE).lstrip(".")
-    there = place_of(f"{room}.{found[1]}".lstrip("."))
+    return "\n".join(_sibling(room, name) for name in found[1].split(", "))
+
+
+def _sibling(room: str, name: str) -> str:
+    there = place_of(f"{room}.{name}".lstrip("."))
     if there is None:
-        return found[0]
-    package, _, name = there.rpartition(".")
-    alias = f"{name} as {found[1]}" if name != found[1] else name
+        return f"from {'.'.join(filter(None, (PACKAGE, room)))} import {name}"
+    package, _, last = there.rpartition(".")
+    alias = f"{last} as {name}" if last != name else last
     return f"from {package} import {alias}" if package else f"import {alias}"
 
 

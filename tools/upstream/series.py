@@ -17,7 +17,7 @@ from tools.upstream import modules
 from tools.upstream.commits import COMMITS, Commit
 from tools.upstream.edits import edits_for, version_of
 from tools.upstream.modules import SUPPORT, TESTS, Landed
-from tools.upstream.shipped_tests import shipped
+from tools.upstream.shipped_tests import helpers_of, shipped
 
 _FORMAT = """\
 line-length = 100
@@ -72,6 +72,12 @@ def make(root: Path, commits: Sequence[Commit] = COMMITS) -> Iterator[Made]:
         made.add(commit.name)
         files = [modules.landed(module) for module in commit.modules]
         files += [file for name in commit.new for file in _new_files(name, frozenset(made))]
+        files += [
+            file
+            for name in commit.new
+            if name.startswith("test_")
+            for file in helpers_of(modules.NEW_TEXT / name, frozenset(landed))
+        ]
         files += [modules.landed(module) for module in commit.helpers]
         lacking = [f"{version}: {commit.lacking[version]}"] if version in commit.lacking else []
         num_staying = 0

@@ -48,6 +48,19 @@ def shipped(pattern: str, landed: frozenset[str]) -> tuple[list[Landed], list[st
     return list(files.values()), left
 
 
+def helpers_of(path: Path, landed: frozenset[str]) -> list[Landed]:
+    """Return the helpers that a file of ``new`` needs there.
+
+    Raises:
+        ValueError: One of them needs what is not there.
+    """
+    needed: dict[str, Landed] = {}
+    why = _collect(path, landed, needed)
+    if why:
+        raise ValueError(f"{path.name} {why}")
+    return list(needed.values())
+
+
 def _collect(
     path: Path, landed: frozenset[str], needed: dict[str, Landed], module: str = ""
 ) -> str:

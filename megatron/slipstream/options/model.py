@@ -175,6 +175,41 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
 
 _with_offloading = Condition("with offloading", _offloading)
 
+LAYER_GRAPH_RULES: tuple[Rule, ...] = (
+    _with_offloading(
+        "cuda_graph_impl",
+        "one graph of the whole iteration leaves no step to plan from and no layer to tell the "
+        "engine where it is",
+        "set cuda_graph_impl='transformer_engine'",
+        lambda f: f.cuda_graph_impl != "full_iteration",
+    ),
+    Condition("with offload_modules={offload_modules}", _offloading)(
+        "cuda_graph_impl",
+        "only expert modules outside of its graphs can move",
+        "set cuda_graph_impl='transformer_engine', or name parts of the layer in "
+        "cuda_graph_modules and no other modules than " + ", ".join(sorted(MOE_MODULE_NAMES)),
+        lambda f: (
+            f.cuda_graph_impl != "local"
+            or (_modules(f) <= MOE_MODULE_NAMES and bool(graphed_modules(f)))
+        ),
+    ),
+    option_rule(
+        "cuda_graph_modules",
+        _offloading_with_graphs,
+        lambda f: "moe" not in graphed_modules(f),
+        "cuda_graph_modules contains 'moe', which is not supported with offloading because "
+        "megatron-core marks no groups inside it",
+        "remove 'moe' or set 'moe_router'",
+    ),
+    Condition("with offloading", _offloading_with_graphs)(
+        "cuda_graph_warmup_steps",
+        "what moves inside graphs is planned from the steps before them",
+        "set at least 1",
+        lambda f: f.cuda_graph_warmup_steps > 0,
+    ),
+)
+"""Requirements on CUDA graphs with offloading."""
+
 MODEL_RULES: tuple[Rule, ...] = (
     option_rule(
         "offload_modules",
@@ -235,37 +270,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda f: not f.delay_offload_until_cuda_graph or f.cuda_graph_impl == "transformer_engine",
     ),
     _with_offloading("cpu_offloading", "both would move the same tensors"),
-    _with_offloading(
-        "cuda_graph_impl",
-        "one graph of the whole iteration leaves no step to plan from and no layer to tell the "
-        "engine where it is",
-        "set cuda_graph_impl='transformer_engine'",
-        lambda f: f.cuda_graph_impl != "full_iteration",
-    ),
-    Condition("with offload_modules={offload_modules}", _offloading)(
-        "cuda_graph_impl",
-        "only expert modules outside of its graphs can move",
-        "set cuda_graph_impl='transformer_engine', or name parts of the layer in "
-        "cuda_graph_modules and no other modules than " + ", ".join(sorted(MOE_MODULE_NAMES)),
-        lambda f: (
-            f.cuda_graph_impl != "local"
-            or (_modules(f) <= MOE_MODULE_NAMES and bool(graphed_modules(f)))
-        ),
-    ),
-    option_rule(
-        "cuda_graph_modules",
-        _offloading_with_graphs,
-        lambda f: "moe" not in graphed_modules(f),
-        "cuda_graph_modules contains 'moe', which is not supported with offloading because "
-        "megatron-core marks no groups inside it",
-        "remove 'moe' or set 'moe_router'",
-    ),
-    Condition("with offloading", _offloading_with_graphs)(
-        "cuda_graph_warmup_steps",
-        "what moves inside graphs is planned from the steps before them",
-        "set at least 1",
-        lambda f: f.cuda_graph_warmup_steps > 0,
-    ),
+    *LAYER_GRAPH_RULES,
 )
 """Requirements on megatron-core's own offloading options."""
 

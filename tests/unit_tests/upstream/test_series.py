@@ -25,6 +25,7 @@ from tools.upstream.series import TEST_PLACES, Made, git, make
 GUIDE = ROOT / "docs" / "design" / "upstream.md"
 FAST = (
     *("test_padded_routing.py", "test_config_fields.py", "test_bit_equality.py"),
+    "test_layer_graphs.py",
     "test_memory_budget.py",
 )
 WITHOUT_PLUGIN = (

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,17 +117,25 @@ def _config(kind: str, modules: Sequence[str], has_gpu: bool, options: dict[str,
     return TransformerConfig(**(given | options))
 
 
-def train(model: Any, num_steps: int = NUM_STEPS) -> list[torch.Tensor]:
+def train(
+    model: Any, num_steps: int = NUM_STEPS, before: Callable[[int], None] = lambda step: None
+) -> list[torch.Tensor]:
     """Return the losses and gradients of some iterations; weights do not change.
 
     They lie in numpy's memory, which does not count where a CPU's is counted as a device's.
+
+    Args:
+        model: The model.
+        num_steps: Number of iterations.
+        before: Called before each iteration with its number.
     """
     results = []
     for step in range(num_steps):
+        before(step)
         model.zero_grad(set_to_none=True)
         found = _run(model, step)
         found += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        results += [torch.from_numpy(tensor.cpu().numpy().copy()) for tensor in found]
+        results += [torch.from_numpy(tensor.float().cpu().numpy().copy()) for tensor in found]
     return results
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as facade
+from megatron.core.transformer.module import GraphableMegatronModule
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.engine_setup import (
@@ -20,11 +20,18 @@ from megatron.slipstream.fine_grained_activation_offload.engine_setup import (
 )
 from megatron.slipstream.fine_grained_activation_offload.regions import RegionFlag
 from megatron.slipstream.integration.budget.memory_budget import MemoryBudget
+from megatron.slipstream.integration.graphs.layer_copies import offload_layers
 from megatron.slipstream.integration.seam import model_router
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.options.budget import BUDGET_RULES
+from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.fields import OffloadConfig
-from megatron.slipstream.options.rules import check_rules, require
+from megatron.slipstream.options.model import (
+    LAYER_GRAPH_RULES,
+    check_options_in_graphs,
+    moves_in_layer_graphs,
+)
+from megatron.slipstream.options.rules import check_rules, require, warn_once
 from megatron.slipstream.patches.model_calls import set_before_first_call
 
 logger = logging.getLogger(__name__)
@@ -92,31 +99,30 @@ def select_at_first_call(options: Any) -> None:
     """
     defaults = OffloadConfig()
     given = {name: getattr(options, name, value) for name, value in vars(defaults).items()}
-    if getattr(options, "cuda_graph_impl", None) not in (None, "none"):
+    config = OffloadConfig(**given)
+    if getattr(options, "cuda_graph_impl", None) not in (None, "none"):  # before graphs
         raise ValueError(
             f"cuda_graph_impl={options.cuda_graph_impl} is not supported with "
             "offload_engine=slipstream because its copies would not be part of the graphs; set "
             "offload_engine=megatron or cuda_graph_impl=none"
         )
-    config = OffloadConfig(**given)
-    _check(options, config)  # since budget
+    require(check_rules(LAYER_GRAPH_RULES, options))  # since graphs
+    require(check_rules(BUDGET_RULES, Facts(options, config)))  # since budget
     set_before_first_call(partial(select, config))
-
-
-def _check(options: Any, config: OffloadConfig) -> None:  # since budget
-    """Check the settings together with those of a model."""
-    # What no model's configuration has is checked on the model that is called.
-    elsewhere = ("cuda_graph_granularity", "use_megatron_fsdp", "use_torch_fsdp2")
-    given = {**dict.fromkeys(elsewhere), **vars(options), **vars(config)}
-    require(check_rules(BUDGET_RULES, SimpleNamespace(**given)))
 
 
 def _prepare(
     config: OffloadConfig, chunk: Any, find_engine: Callable[[], model_router.RoutedManager]
 ) -> list[Callable[[], None]]:
     """Prepare a model chunk before it runs; return functions that undo it."""
-    _check(chunk.config, config)  # since budget
-    return []
+    undo: list[Callable[[], None]] = []
+    facts = Facts(chunk.config, config, has_gpu=torch.cuda.is_available())
+    require(check_rules(BUDGET_RULES, facts))  # since budget
+    if moves_in_layer_graphs(facts):  # since graphs
+        warn_once(check_options_in_graphs(facts))
+        layers = [one for one in chunk.modules() if isinstance(one, GraphableMegatronModule)]
+        undo += offload_layers(layers, getattr(chunk, "vp_stage", None) or 0, find_engine)
+    return undo
 
 
 def _make_manager(
