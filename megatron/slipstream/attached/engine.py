@@ -251,7 +251,7 @@ class AttachedEngine(OffloadEngine):
     def end_forward(self, failed: bool) -> None:
         """End the forward of the pass; ``failed`` if it raised."""
         self._is_model_running = False
-        self.now.chunk = None
+        self.now.leave_pass()
         if failed and self._own_passes:
             # Its backward cannot run, even if a traceback keeps its graph alive.
             self._own_passes.pop()
@@ -403,7 +403,7 @@ class AttachedEngine(OffloadEngine):
         super().use_group(group)
         self._was_backward_compiled |= is_backward_compiled()
         if not self._is_model_running:
-            self.now.chunk = None  # Ends a pass that is outside of the model's forward.
+            self.now.leave_pass()  # Ends a pass that is outside of the model's forward.
         task = torch._C._current_graph_task_id()
         if task not in (NO_GRAPH_TASK, self._watched_task):
             self._watched_task = task

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, Optional
+from typing import Any, NoReturn, Optional, Protocol
 
 import torch
 from torch.autograd import forward_ad
@@ -65,6 +65,53 @@ class CaptureContext:
     """Compares reloaded bytes with offloaded bytes, which blocks the host; None if off."""
 
 
+class Marks(Protocol):
+    """The marks of a group and of the output layer: see the engine's methods of the same names.
+
+    Each returns whether it has handled the mark. If not, it has had no effect.
+    """
+
+    def start(self, engine: Any, tensor: torch.Tensor, name: str) -> bool:
+        """Start a group whose input is ``tensor``."""
+
+    def enter(self, engine: Any, flag: Any) -> bool:
+        """Enter the region of the last started group; ``flag`` is a ``RegionFlag`` or None."""
+
+    def leave(self, flag: Any) -> bool:
+        """Leave the last entered region."""
+
+    def end(self, engine: Any, tensor: torch.Tensor, name: str) -> Optional[torch.Tensor]:
+        """End a group at its output. Return the marked output; None if it is not handled."""
+
+    def mark_output(self, engine: Any, kind: StepKind) -> bool:
+        """Mark the output layer in forward."""
+
+    def mark_gradient(self, engine: Any, kind: StepKind, tensors: list[torch.Tensor]) -> bool:
+        """Mark the first gradient of any of the tensors."""
+
+
+class MarksInPython:
+    """Leaves all marks to the engine."""
+
+    def start(self, engine: Any, tensor: torch.Tensor, name: str) -> bool:
+        return False
+
+    def enter(self, engine: Any, flag: Any) -> bool:
+        return False
+
+    def leave(self, flag: Any) -> bool:
+        return False
+
+    def end(self, engine: Any, tensor: torch.Tensor, name: str) -> Optional[torch.Tensor]:
+        return None
+
+    def mark_output(self, engine: Any, kind: StepKind) -> bool:
+        return False
+
+    def mark_gradient(self, engine: Any, kind: StepKind, tensors: list[torch.Tensor]) -> bool:
+        return False
+
+
 class ActivationStore:
     """Saves, offloads and reloads storages. Callers decide which and when.
 
@@ -87,6 +134,11 @@ class ActivationStore:
         self.copy_streams = CopyStreams(backend, None if native is None else native.Waits(backend))
         self._outside = CaptureContext(self.new_host_pool())
         self._context = self._outside
+        self.marks: Marks = MarksInPython()
+        """What handles the marks of an iteration that follows its plan."""
+        self.entered: list[Optional[bool]] = []
+        """Stack of the regions that are entered, in Python or in C++: the previous value of the
+        region's flag, or None for a region without saved-tensor hooks."""
         self.late_groups: dict[GroupKey, int] = {}
         """This iteration's number of late H2D copies, by the group that first saved the storage."""
         self._crosses_streams = False
@@ -193,31 +245,7 @@ class ActivationStore:
         """Compile a plan's steps for C++; None if Python runs them."""
         return None
 
-    # Marks. Each returns whether C++ has handled it; if not, the engine does.
-
-    def start(self, engine: Any, tensor: torch.Tensor, name: str) -> bool:
-        """Start a group whose input is ``tensor``."""
-        return False
-
-    def enter(self, engine: Any) -> bool:
-        """Enter the region of the last started group."""
-        return False
-
-    def leave(self, engine: Any) -> bool:
-        """Leave the last entered region."""
-        return False
-
-    def end(self, engine: Any, tensor: torch.Tensor, name: str) -> Optional[torch.Tensor]:
-        """End a group at its output. Return the marked output; None if it is not handled."""
-        return None
-
-    def mark_output(self, engine: Any, kind: StepKind) -> bool:
-        """Mark the output layer in forward."""
-        return False
-
-    def mark_gradient(self, engine: Any, kind: StepKind, tensors: list[torch.Tensor]) -> bool:
-        """Mark the first gradient of any of the tensors."""
-        return False
+    # Marks in the autograd graph.
 
     def mark(self, tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
         """Return ``tensor`` with a graph node that calls ``come`` when backward reaches it."""
@@ -425,8 +453,11 @@ class ActivationStore:
         for storage in group.storages():
             is_last = storage.drop_holder(group.serial)
             if is_last and storage.residence is Residence.OFFLOADING:
-                if storage.is_emptied or not storage.is_copy_current:
-                    self.keep_on_device(storage)
+                if storage.is_emptied:
+                    self._stay_for_recomputation(storage)
+                    continue
+                if not storage.is_copy_current:
+                    self._stay(storage)  # The copy is out of date.
                     continue
                 storage.release(group.name)
                 if self._recorder.reads_memory:
@@ -447,13 +478,6 @@ class ActivationStore:
         storage = None if memory is None else self._find(memory)
         if storage is not None and storage.residence is Residence.OFFLOADING:
             self._stay_for_recomputation(storage)
-
-    def keep_on_device(self, storage: SavedStorage) -> None:
-        """OFFLOADING to STAYS: the copy is out of date."""
-        if storage.is_emptied:
-            self._stay_for_recomputation(storage)
-        else:
-            self._stay(storage)
 
     def _stay_for_recomputation(self, storage: SavedStorage) -> None:
         """OFFLOADING to STAYS: the storage is discarded, and recomputed before it is read."""
@@ -490,7 +514,7 @@ class ActivationStore:
         for storage in storages:
             if storage.residence is not Residence.HOST:
                 continue
-            if not self.find_original(storage):
+            if not self._find_original(storage):
                 if self._recorder.reads_memory:
                     self._recorder.set_returned(storage, was_held_outside=False)
                 returning.append(storage)
@@ -505,7 +529,7 @@ class ActivationStore:
                 key = storage.owner.key
                 self.late_groups[key] = self.late_groups.get(key, 0) + 1
 
-    def find_original(self, storage: SavedStorage) -> bool:
+    def _find_original(self, storage: SavedStorage) -> bool:
         """HOST to HELD_OUTSIDE, if another reference kept the memory. Return whether one did.
 
         Without the engine, backward would read this memory too, including later changes. It may be

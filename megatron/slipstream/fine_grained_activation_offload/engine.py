@@ -46,7 +46,7 @@ from megatron.slipstream.fine_grained_activation_offload.regions import Regions
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.fine_grained_activation_offload.report_builder import ReportBuilder
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
-from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.actions import Action, Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.settings import Assignment
 from megatron.slipstream.plan.trace import Step, StepKind
@@ -97,6 +97,7 @@ class OffloadEngine:
         """What records iterations that follow no plan."""
         self.store = make_store(backend, self.recorder, is_native)
         """The saved activations."""
+        self._marks = self.store.marks
         self.regions = Regions(self.store)
         """The regions of groups that are entered."""
         self._report.is_native = self.store.is_native
@@ -183,7 +184,8 @@ class OffloadEngine:
             policy: The model's options.
             pp_rank: Pipeline-parallel rank.
         """
-        self.now.chunk = None
+        self.now.leave_pass()
+        self.now.started = None
         if not self._is_training_forward():
             return
         self._prepare_pass(policy)
@@ -203,8 +205,9 @@ class OffloadEngine:
         if now.num_steps == 0:
             now.passes.clear()  # They had no marks, or the iteration failed before its first one.
         micro_batch = sum(chunk.vp_stage == vp_stage for chunk in now.passes)
-        now.chunk = self.store.make_pass(len(now.passes), vp_stage, policy.min_numel, micro_batch)
-        now.passes.append(now.chunk)
+        now.begin_pass(
+            self.store.make_pass(len(now.passes), vp_stage, policy.min_numel, micro_batch)
+        )
 
     def _prepare_pass(self, policy: PassPolicy) -> None:
         """Called before a pass with gradients begins."""
@@ -214,7 +217,7 @@ class OffloadEngine:
 
     def start(self, tensor: torch.Tensor, name: str) -> None:
         """Start a group called ``name``, whose input is ``tensor``."""
-        if not self.store.start(self, tensor, name):
+        if not self._marks.start(self, tensor, name):
             self.start_group(name)
             group = self.now.started
             # Backward has the gradient of the input once it has left the group. Not a node of our
@@ -246,12 +249,13 @@ class OffloadEngine:
 
     def enter(self) -> None:
         """Enter the region of the last started group: tensors saved inside belong to it."""
-        if not self.store.enter(self):
+        is_in_python = self.now.started is not None
+        if is_in_python or not self._marks.enter(self, self.regions.flag):
             self.regions.enter(self.take_started(), self)
 
     def leave(self) -> None:
         """Leave the region."""
-        if not self.store.leave(self):
+        if not self._marks.leave(self.regions.flag):
             self.regions.leave()
 
     def run_in_nodes(self) -> None:
@@ -270,7 +274,7 @@ class OffloadEngine:
     def end_iteration(self) -> None:
         """End an iteration, once all its passes have been issued, with or without backward."""
         now, life, builder = self.now, self.lifecycle, self._report_builder
-        now.chunk = None
+        now.leave_pass()
         if now.num_steps > 0:
             life.finish(now, self._report.pp_rank)
             builder.note_iteration(self.clear_iteration())
@@ -375,7 +379,7 @@ class OffloadEngine:
         Returns:
             ``tensor`` with a graph node that marks where backward needs the group.
         """
-        marked = self.store.end(self, tensor, name)
+        marked = self._marks.end(self, tensor, name)
         if marked is not None:
             return marked
         owner = self.owner_of_marks()
@@ -427,7 +431,7 @@ class OffloadEngine:
         Args:
             kind: OUTPUT_START or OUTPUT_END.
         """
-        if self.store.mark_output(self, kind):
+        if self._marks.mark_output(self, kind):
             return
         chunk = self._marked_pass()
         if chunk is not None:
@@ -440,15 +444,15 @@ class OffloadEngine:
             kind: BACKWARD_START, OUTPUT_BACKWARD_START or OUTPUT_BACKWARD_END.
             tensors: Tensors of the running forward pass; those without gradients are skipped.
         """
-        if self.store.mark_gradient(self, kind, tensors):
+        if self._marks.mark_gradient(self, kind, tensors):
             return
         chunk = self._marked_pass()
         if chunk is not None:
             mark = mark_of_no_group(chunk, kind)
-            at_first_gradient(tensors, partial(self._come_to, mark, chunk))
+            at_first_gradient(tensors, partial(self.come_to_gradient, mark, chunk))
 
-    def _come_to(self, mark: Step, chunk: ChunkOffloadHandler) -> None:
-        # Backward may run after its iteration has ended.
+    def come_to_gradient(self, mark: Step, chunk: ChunkOffloadHandler) -> None:
+        """Process the mark of a gradient in the backward of a pass, which may be over."""
         passes = self.now.passes
         if chunk.index < len(passes) and passes[chunk.index] is chunk:
             self.advance(mark.kind, mark)
@@ -467,10 +471,23 @@ class OffloadEngine:
         )
 
     def advance(self, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
-        """Process a mark: see :meth:`PlanExecutor.come_to`. C++ calls it when a mark departs."""
+        """Process a mark: see :meth:`PlanExecutor.come_to`."""
         if self.now.num_steps == 0:
             self.lifecycle.begin(self.now)
         self.executor.come_to(self.now, kind, at)
+
+    # What C++ leaves to Python, besides single calls of the methods above: ``EngineOfMarks``.
+
+    def depart(self, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
+        """Process a mark that is not the next one of the plan that C++ follows."""
+        if kind is StepKind.FORWARD_START:
+            self.now.started = at  # type: ignore[assignment]
+        self.advance(kind, at)
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        """Perform actions of the current plan that C++ does not."""
+        for action in actions:
+            self.executor.perform(self.now, action)
 
     def clear_iteration(self) -> CountedModules:
         """Discard the iteration so far. Return its counters."""

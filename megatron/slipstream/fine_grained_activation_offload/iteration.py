@@ -22,7 +22,7 @@ from megatron.slipstream.plan.trace import GroupKey
 class Iteration:
     """From the first entry of forward into a model chunk until the schedule has issued everything.
 
-    C++ accesses some of the slots directly: ``native/steps.h``.
+    While C++ follows its plan, :attr:`native` has the number of steps and knows of each pass.
     """
 
     has_begun: bool = False
@@ -37,10 +37,9 @@ class Iteration:
     """Whether host buffers follow the plan's layout: [Note: Layouts] in ``host_pool``."""
     probe: Optional[IterationProbe] = None
     """Measures the iteration while it follows its plan; None if it is not measured."""
-    steps: Optional[Any] = None
-    """The steps of the plan in C++, if nothing is measured; None if Python performs them."""
-    num_steps: int = 0
-    """Number of steps so far."""
+    native: Optional[Any] = None
+    """The iteration in C++, which performs the steps; None if Python does."""
+    _num_steps: int = 0
     is_incomplete: bool = False
     """Whether it departed from its plan after marks were left out, so that no plan can be built
     from it: [Note: Silent groups] in ``plan_executor``."""
@@ -50,6 +49,35 @@ class Iteration:
     """The current forward pass; None outside training passes."""
     started: Optional[OffloadTensorGroup] = None
     """A started group whose region is not yet entered."""
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps so far."""
+        return self._num_steps if self.native is None else int(self.native.num_steps)
+
+    def count_step(self) -> int:
+        """Count a step that Python performs. Return its index."""
+        self._num_steps += 1
+        return self._num_steps - 1
+
+    def go_on_in_python(self) -> None:
+        """Perform the remaining steps in Python."""
+        if self.native is not None:
+            self.native.end()
+            self._num_steps, self.native = self.native.num_steps, None
+
+    def begin_pass(self, chunk: ChunkOffloadHandler) -> None:
+        """Begin a forward pass."""
+        self.chunk = chunk
+        self.passes.append(chunk)
+        if self.native is not None:
+            self.native.begin_pass(chunk)
+
+    def leave_pass(self) -> None:
+        """Note that marks from now on belong to no pass."""
+        self.chunk = None
+        if self.native is not None:
+            self.native.leave_pass()
 
     @property
     def plan(self) -> Optional[Plan]:

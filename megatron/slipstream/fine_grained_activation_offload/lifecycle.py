@@ -228,10 +228,11 @@ class Lifecycle:
             layout = entry.layout_in(pool)
             now.has_layout = layout is not None and pool.follow(layout)
             now.probe = self._probe(entry)
-            if now.probe is None:
-                now.steps = entry.steps_by(self._store.compile_steps)
-            if now.steps is not None:
-                now.steps.leaves_out_marks = self.plans.is_only(entry)
+            steps = None if now.probe else entry.steps_by(self._store.compile_steps)
+            if steps is not None and not self._recorder.reads_memory:
+                layout = layout if now.has_layout else None
+                leaves_out = self.plans.is_only(entry)
+                now.native = steps.begin(now.passes, now.chunk, layout, leaves_out)
         if now.probe is not None and now.probe.clock is not None:
             self._store.copy_streams.timings = now.probe.clock.timings
 
@@ -246,8 +247,8 @@ class Lifecycle:
     def finish(self, now: Iteration, pp_rank: int) -> None:
         """End an iteration with marks: find or make its plan, and choose the next one."""
         self._drop_plans_beyond_limit(now)
-        if now.steps is not None:
-            now.num_steps = now.steps.end_of(now.num_steps)
+        if now.native is not None:
+            now.native.skip_left_out()
         entry = now.entry
         was_followed = entry is not None and len(entry.plan.trace.steps) == now.num_steps
         if now.trial is not None:

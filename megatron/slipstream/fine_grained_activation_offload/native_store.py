@@ -9,7 +9,7 @@ with other references), it returns False with no effect, and the Python method d
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 
@@ -27,6 +27,29 @@ from megatron.slipstream.fine_grained_activation_offload.native import native_mo
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.storage import GroupLabel, SavedStorage
 from megatron.slipstream.plan.actions import Action, ActionKind, Plan
+from megatron.slipstream.plan.trace import Step, StepKind
+
+
+class EngineOfMarks(Protocol):
+    """What C++ calls of an engine, by these names."""
+
+    def depart(self, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
+        """Handle a mark that is not the next one of the plan."""
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        """Perform actions of the plan: the first is a rare case, the others follow it."""
+
+    def use_group(self, group: OffloadTensorGroup) -> None:
+        """Note that backward needs the group, in an iteration that no longer follows its plan."""
+
+    def end_group(self, group: OffloadTensorGroup) -> None:
+        """Note that backward has left the group, in such an iteration."""
+
+    def come_to_gradient(self, mark: Step, chunk: ChunkOffloadHandler) -> None:
+        """Handle the arrival of a marked gradient, in such an iteration."""
+
+    def read(self, saved: Any) -> torch.Tensor:
+        """Read a saved tensor in a rare case."""
 
 
 def make_store(backend: Backend, recorder: Recorder, is_native: bool) -> ActivationStore:
@@ -52,14 +75,10 @@ class NativeStore(ActivationStore):
         super().__init__(backend, recorder, module)
         self._module = module
         streams = self.copy_streams
-        self.native = module.Store(backend, streams.waits, self.host_pool, streams, recorder)
+        self.native = module.Store(backend, streams.waits, self.host_pool, streams, self.entered)
         """The C++ object."""
+        self.marks = self.native
         self.saved_type = module.SavedTensor
-        # A mark takes about as long in C++ as a Python function around it would.
-        self.start, self.enter = module.start, module.enter  # type: ignore[method-assign]
-        self.leave, self.end = module.leave, module.end  # type: ignore[method-assign]
-        self.mark_output = module.mark_output  # type: ignore[method-assign]
-        self.mark_gradient = module.mark_gradient  # type: ignore[method-assign]
 
     def end_iteration(self) -> CountedModules:
         """Reset the counters. Return their values."""
@@ -160,15 +179,20 @@ class NativeStore(ActivationStore):
         numbers: Optional[Sequence[int]] = None,
     ) -> None:
         """Start offloading the group's storages; see ``ActivationStore``."""
-        if may_move is not None or not self.native.copy_out(group, kept, numbers):
+        layout = None if numbers is None else self.host_pool.layout
+        if (
+            may_move is not None
+            or self._recorder.reads_memory
+            or not self.native.copy_out(group, kept, numbers, layout)
+        ):
             super().copy_out(group, may_move, kept, numbers)
 
     def release(self, group: OffloadTensorGroup) -> None:
         """Release the group's storages; the last holder's release frees the memory."""
-        if not self.native.release(group, self):
+        if self._recorder.reads_memory or not self.native.release(group):
             super().release(group)
 
     def copy_in_group(self, group: OffloadTensorGroup) -> None:
         """Start reloading the group's storages that are on the host."""
-        if not self.native.copy_in(group, self):
+        if self._recorder.reads_memory or not self.native.copy_in(group):
             super().copy_in_group(group)

@@ -70,10 +70,13 @@ class PlanExecutor:
         Raises:
             RuntimeError: The mark is not the planned one, and :attr:`is_bound` is set.
         """
-        if now.steps is not None:
-            if now.steps.come_to(self, now, kind, at):
+        if now.native is not None:
+            left = now.native.come_to(kind, at)
+            if left is not None:
+                for action in left:
+                    self.perform(now, action)
                 return
-            if now.steps.leaves_out_marks:
+            if now.native.leaves_out_marks:
                 logger.info(
                     "step %d, %s, is not in the plan: deciding group by group until the iteration "
                     "ends, then recording the next one",
@@ -81,8 +84,7 @@ class PlanExecutor:
                     Step(kind, at.key, at.name),
                 )
             self.follow_in_python(now)  # The iteration departs from its plan.
-        index = now.num_steps
-        now.num_steps = index + 1
+        index = now.count_step()
         if now.plan is not None and not _is_step(now.plan, index, kind, at):
             self._depart(now, index, Step(kind, at.key, at.name))
         plan, probe = now.plan, now.probe
@@ -98,10 +100,10 @@ class PlanExecutor:
 
     def follow_in_python(self, now: Iteration) -> None:
         """Perform the iteration's remaining steps in Python."""
-        if now.steps is not None and now.steps.leaves_out_marks:
+        if now.native is not None and now.native.leaves_out_marks:
             self.leave_plan(now, now.num_steps)
             self._planner.plans.note_departure()
-        now.steps = None
+        now.go_on_in_python()
 
     def leave_plan(self, now: Iteration, num_steps: int) -> None:
         """Stop following a plan for the rest of the iteration.
@@ -111,9 +113,9 @@ class PlanExecutor:
             num_steps: Number of its steps that were as planned.
         """
         self.stop_measuring(now)
-        if now.steps is not None:
-            now.is_incomplete = now.steps.leaves_out_marks
-            now.steps = None
+        if now.native is not None:
+            now.is_incomplete = now.native.leaves_out_marks
+            now.go_on_in_python()
         if now.plan is None:
             return
         planned, now.entry, now.has_layout = now.plan.trace.steps[:num_steps], None, False
@@ -130,6 +132,7 @@ class PlanExecutor:
         """Reset the state of an iteration that has ended or was dropped."""
         self._note_layout(now)
         self.stop_measuring(now)
+        now.go_on_in_python()
         self._fallback.clear()
 
     def _depart(self, now: Iteration, index: int, step: Step) -> None:

@@ -38,9 +38,8 @@ class Regions:
         self._store = store
         self.flag: Optional[RegionFlag] = None
         """A flag that is true while a group's operations run."""
-        self.entered: list[None | bool | tuple[saved_tensors_hooks, bool]] = []
-        """Stack of entered regions: None for one without hooks; else the hooks and the flag's
-        previous value, or the latter alone if C++ entered the region."""
+        self.entered = store.entered
+        """See ``ActivationStore.entered``."""
         self._has_warned_of_others = False
 
     def enter(
@@ -60,18 +59,16 @@ class Regions:
             self.entered.append(None)
             return
         hooks, flag = saved_tensors_hooks(*self._store.hooks(group, reader)), self.flag
-        before = flag is not None and bool(getattr(flag.owner, flag.name))
-        self.entered.append((hooks, before))
+        self.entered.append(flag is not None and bool(getattr(flag.owner, flag.name)))
         hooks.__enter__()
         if sets_flag and flag is not None and group.name not in flag.without:
             setattr(flag.owner, flag.name, True)
 
     def leave(self) -> None:
         """Leave the region entered last."""
-        entered = self.entered[-1]
-        if isinstance(entered, tuple):
-            hooks, before = entered
-            hooks.__exit__()
+        before = self.entered[-1]
+        if before is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
             self._restore_flag(before)
         self.entered.pop()
 
@@ -85,7 +82,7 @@ class Regions:
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         before = [entered for entered in self.entered if entered is not None]
         if before:
-            self._restore_flag(before[0][1] if isinstance(before[0], tuple) else before[0])
+            self._restore_flag(before[0])
         self.entered.clear()
 
     def _restore_flag(self, is_set: bool) -> None:

@@ -20,6 +20,7 @@ from hand_driven import LAZY_NATIVE, HandDriven
 from torch.autograd.graph import saved_tensors_hooks
 from toy_model import all_equal, make_chunks, make_manager, run_schedule
 
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostUsage
 from megatron.slipstream.fine_grained_activation_offload.regions import RegionFlag
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
@@ -190,15 +191,17 @@ def test_a_buffer_of_copies_without_a_signal_is_not_reused_before_the_host_waits
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("method", ["__enter__", "__exit__"])
+@pytest.mark.parametrize(
+    "owner, method", [(saved_tensors_hooks, "__enter__"), (OffloadEngine, "leave")]
+)
 def test_a_region_that_an_interrupt_leaves_open_is_left(
-    backend: str, method: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, owner: type, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = SimpleNamespace(is_active=False)
     rig = Rig(backend)
     manager = rig.renew(0)
     manager.engine.regions.flag = RegionFlag(flags, "is_active", frozenset())
-    original = getattr(saved_tensors_hooks, method)
+    original = getattr(owner, method)
 
     def interrupted(hooks: Any, *arguments: Any) -> None:
         if method == "__enter__":
@@ -206,7 +209,7 @@ def test_a_region_that_an_interrupt_leaves_open_is_left(
         raise Fault
 
     with monkeypatch.context() as patch:
-        patch.setattr(saved_tensors_hooks, method, interrupted)
+        patch.setattr(owner, method, interrupted)
         rig.fail(contextlib.nullcontext())
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     rig.assert_recovers()

@@ -39,7 +39,7 @@ class OneGroup:
         self.store = self.hand.store
         self.now = Iteration()
         chunk = self.store.make_pass(0, 0, 1, 0)
-        self.now.passes.append(chunk)
+        self.now.begin_pass(chunk)
         self.group = chunk.open_group("group")
         self.saved = self.hand.save(self.group, torch.arange(NBYTES // 4, dtype=torch.float32))
         chunk.commit_group("group")
@@ -67,8 +67,11 @@ class OneGroup:
             silent=(),
             tracks=lambda _: True,
         )
-        self.now.entry, self.now.num_steps = PlanEntry(plan, Mock()), 0
-        self.now.steps = self.store.compile_steps(plan)
+        self.now.entry, self.now._num_steps = PlanEntry(plan, Mock()), 0
+        self.now.native, steps = None, self.store.compile_steps(plan)
+        if steps is not None and not self.hand.recorder.reads_memory:
+            layout = self.store.host_pool.layout if self.now.has_layout else None
+            self.now.native = steps.begin(self.now.passes, None, layout, False)
         self.executor.come_to(self.now, MARK.kind, MARK)
         assert self.now.plan is plan, "it did not depart"
 
@@ -162,12 +165,11 @@ def test_steps_keep_no_references() -> None:
         [],
         None,
     )
-    one.now.steps = steps
 
     def run() -> None:
-        one.now.num_steps = 0
+        now = steps.begin(one.now.passes, None, None, False)
         for _ in range(num_steps):
-            assert steps.come_to(one.executor, one.now, MARK.kind, MARK)
+            assert now.come_to(MARK.kind, MARK) == ()
 
     run()
     before = sys.getallocatedblocks()

@@ -193,7 +193,6 @@ class _Anything:
     """An object with attributes."""
 
     device_type = name = "cpu"
-    reads_memory = False
 
 
 @in_a_process
@@ -203,15 +202,16 @@ def test_cycles_through_objects_in_cpp_are_freed() -> None:
     has_gc = 1 << 14  # Py_TPFLAGS_HAVE_GC
     types = {name: kind for name, kind in vars(module).items() if isinstance(kind, type)}
     collected = {name for name, kind in types.items() if kind.__flags__ & has_gc}
-    assert collected == {"Waits", "Store", "Steps"}
+    assert collected == {"Waits", "Store", "Steps", "Iteration"}
     assert set(types) == collected | set(NOT_COLLECTED)
     before = _alive()
-    for name in ("backend", "pool", "copies", "recorder", "trace"):
-        held = {each: _Anything() for each in ("backend", "pool", "copies", "recorder", "trace")}
+    for name in ("backend", "pool", "copies", "trace"):
+        held = {each: _Anything() for each in ("backend", "pool", "copies", "trace")}
         waits = module.Waits(held["backend"])
-        store = module.Store(held["backend"], waits, held["pool"], held["copies"], held["recorder"])
+        store = module.Store(held["backend"], waits, held["pool"], held["copies"], [])
         steps = module.Steps(store, [], [], [], held["trace"])
-        held[name].cycle = (waits, store, steps)  # type: ignore[attr-defined]
-        del held, waits, store, steps
+        now = steps.begin([], None, None, False)
+        held[name].cycle = (waits, store, now)  # type: ignore[attr-defined]
+        del held, waits, store, steps, now
     assert _alive() == before
     assert not any(isinstance(item, _Anything) for item in gc.get_objects())

@@ -479,9 +479,11 @@ def test_suspending_leaves_no_model_to_cpp(router: Any) -> None:
     """C++ performs the steps of an iteration without asking whether offloading is suspended."""
     managers = router.manager_of(keep := Chunk()), router.manager_of(other := Chunk())
     for manager in managers:
-        manager.engine.now.steps = SimpleNamespace(leaves_out_marks=False)
+        manager.engine.now.native = SimpleNamespace(
+            leaves_out_marks=False, num_steps=0, end=lambda: None
+        )
     managers[0].disable_offload()
-    assert [manager.engine.now.steps for manager in managers] == [None, None]
+    assert [manager.engine.now.native for manager in managers] == [None, None]
     del keep, other
 
 

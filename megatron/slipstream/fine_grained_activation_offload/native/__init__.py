@@ -30,14 +30,6 @@ from megatron.slipstream.plan.trace import BACKWARD, OUTPUT_LAYER, GroupKey, Ste
 
 logger = logging.getLogger(__name__)
 
-KINDS_OF_MARKS = [
-    StepKind.FORWARD_START,
-    StepKind.FORWARD_COMMIT,
-    StepKind.BACKWARD_USE,
-    StepKind.BACKWARD_END,
-]
-"""The kinds of marks of a group, in order."""
-
 
 @functools.cache
 def native_module() -> Optional[Any]:
@@ -55,20 +47,23 @@ def native_module() -> Optional[Any]:
 
 def _configure(module: Any) -> None:
     module.configure(
-        list(Residence),
-        list(GroupState),
-        Bytes,
-        empty_if_hidden,
-        refill,
-        torch.nn.Parameter,
-        size_class_bytes,
-        HostMemoryFull,
-        GroupKey,
-        GroupLabel,
-        Step,
-        KINDS_OF_MARKS,
-        StepKind.OUTPUT_START,
-        StepKind.BACKWARD_START,
-        OUTPUT_LAYER,
-        BACKWARD,
+        residences=Residence,
+        group_states=GroupState,
+        bytes=Bytes,
+        empty_if_hidden=empty_if_hidden,
+        refill=refill,
+        parameter=torch.nn.Parameter,
+        size_class_bytes=size_class_bytes,
+        host_memory_full=HostMemoryFull,
+        group_key=GroupKey,
+        group_label=GroupLabel,
+        step=Step,
+        forward_start=StepKind.FORWARD_START,
+        forward_commit=StepKind.FORWARD_COMMIT,
+        backward_use=StepKind.BACKWARD_USE,
+        backward_end=StepKind.BACKWARD_END,
+        output_start=StepKind.OUTPUT_START,
+        backward_start=StepKind.BACKWARD_START,
+        output_layer=OUTPUT_LAYER,
+        backward=BACKWARD,
     )

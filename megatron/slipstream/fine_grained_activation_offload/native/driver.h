@@ -38,6 +38,13 @@ struct Region {
   py::object bytes() const { return python->bytes(wrap(storage), start, nbytes); }
 };
 
+// `bytes` is a `Bytes` of backend.py, a tuple.
+inline Region region_of(const py::handle& bytes) {
+  const auto fields = py::reinterpret_borrow<py::tuple>(bytes);
+  return {THPStorage_Unpack(py::object(fields[0]).ptr()), fields[1].cast<int64_t>(),
+          fields[2].cast<int64_t>()};
+}
+
 // If one region is longer, only its first bytes are copied.
 struct Copy {
   Region to, source;

@@ -8,7 +8,7 @@
 #include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/PyInterpreter.h>
 
-#include "steps.h"
+#include "store.h"
 
 namespace slipstream {
 
@@ -63,39 +63,34 @@ class Regions {
     return hooks.has_value() && !PackHookObject::is(hooks->first.ptr(getPyInterpreter()));
   }
 
-  // Enters the region of the group that a mark in C++ started last. Appends to the
-  // engine's regions the flag's previous value, or None if the region has no hooks. Returns false, with
-  // no effect, if Python must do it.
-  static bool enter(const py::object& engine, const Steps& steps) {
-    if (others_save()) return false;
-    Store& store = *steps.store;
+  // Enters the region of the group that a mark in C++ started last. Appends to the entered
+  // regions the flag's previous value, or None if the region has no hooks. Returns false, with no
+  // effect, if Python must do it.
+  static bool enter(const py::object& owner_of_store, Store& store, const py::object& engine,
+                    const py::object& flag) {
     const auto group = std::exchange(store.started, nullptr);
+    if (others_save()) return false;
     group->untracked_in = std::exchange(store.kept_in, py::none());
-    const py::object regions = GET(engine, "regions");
-    const py::object entered = GET(regions, "entered");
     py::object before = py::none();
     if (group->untracked_in.is_none()) {
-      auto [pack, unpack] = hooks(steps.owner_of_store, steps.store, group, engine);
+      auto [pack, unpack] = hooks(owner_of_store, &store, group, engine);
       at::SavedTensorDefaultHooks::lazy_initialize();
       at::SavedTensorDefaultHooks::push_hooks(owned(std::move(pack)), owned(std::move(unpack)));
-      before = set_flag(GET(regions, "flag"), group->name);
+      before = set_flag(flag, group->name);
     }
-    if (PyList_Append(entered.ptr(), before.ptr()) != 0) throw py::error_already_set();
+    if (PyList_Append(store.entered.ptr(), before.ptr()) != 0) throw py::error_already_set();
     return true;
   }
 
-  // Leaves the region entered last. Returns false, with no effect, if Python entered it.
-  static bool leave(const py::object& engine) {
-    const py::object regions = GET(engine, "regions");
-    const py::object entered = GET(regions, "entered");
-    const Py_ssize_t last = PyList_GET_SIZE(entered.ptr()) - 1;
+  // Leaves the region entered last, in C++ or in Python. Returns whether there was one.
+  static bool leave(Store& store, const py::object& flag) {
+    PyObject* entered = store.entered.ptr();
+    const Py_ssize_t last = PyList_GET_SIZE(entered) - 1;
     if (last < 0) return false;
-    const auto before = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(entered.ptr(), last));
-    if (!before.is_none() && !PyBool_Check(before.ptr())) return false;
-    if (PyList_SetSlice(entered.ptr(), last, last + 1, nullptr) != 0) throw py::error_already_set();
+    const auto before = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(entered, last));
+    if (PyList_SetSlice(entered, last, last + 1, nullptr) != 0) throw py::error_already_set();
     if (before.is_none()) return true;
     at::SavedTensorDefaultHooks::pop_hooks();
-    const py::object flag = GET(regions, "flag");
     if (!flag.is_none() && before.ptr() == Py_False) {
       set_attribute(item(flag, 0), item(flag, 1).ptr(), before);
     }

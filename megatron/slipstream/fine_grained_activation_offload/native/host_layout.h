@@ -52,11 +52,7 @@ class Layout : public std::enable_shared_from_this<Layout> {
  public:
   Layout(const py::dict& buffers, const py::list& slabs, std::shared_ptr<HostUsage> usage)
       : usage_(std::move(usage)) {
-    for (const auto& slab : slabs) {
-      const auto bytes = py::reinterpret_borrow<py::tuple>(slab);
-      slabs_.push_back({THPStorage_Unpack(py::object(bytes[0]).ptr()), bytes[1].cast<int64_t>(),
-                        bytes[2].cast<int64_t>()});
-    }
+    for (const auto& slab : slabs) slabs_.push_back(region_of(slab));
     for (const auto& [key, value] : buffers) {
       const auto number = key.cast<size_t>();
       const auto fields = py::reinterpret_borrow<py::tuple>(value);

@@ -36,12 +36,6 @@ py::tuple tuple_of(const std::vector<Signal>& signals) {
   return tuple;
 }
 
-Region region_of(const py::object& bytes) {
-  const auto fields = py::reinterpret_borrow<py::tuple>(bytes);
-  return {THPStorage_Unpack(py::object(fields[0]).ptr()), fields[1].cast<int64_t>(),
-          fields[2].cast<int64_t>()};
-}
-
 void bind_waits(py::module_& module) {
   py::class_<Signal>(module, "Signal")
       .def_property_readonly("event", [](const Signal& signal) { return signal.event.object; })
@@ -105,9 +99,7 @@ void bind_host_layout(py::module_& module) {
           })
       .def_property_readonly("is_lost", &HostAllocation::is_lost);
 
-  py::class_<Layout, std::shared_ptr<Layout>> layout_class(module, "Layout");
-  class_of<Layout> = reinterpret_cast<PyTypeObject*>(layout_class.ptr());
-  layout_class
+  py::class_<Layout, std::shared_ptr<Layout>>(module, "Layout")
       .def(py::init<const py::dict&, const py::list&, std::shared_ptr<HostUsage>>())
       .def_readwrite("is_followed", &Layout::is_followed)
       .def_property_readonly("newest", [](const Layout& layout) { return tuple_of(layout.newest); })
@@ -271,9 +263,7 @@ void bind_group(py::module_& module) {
 }
 
 void bind_pass(py::module_& module) {
-  py::class_<Pass> pass_class(module, "ChunkOffloadHandler");
-  class_of<Pass> = reinterpret_cast<PyTypeObject*>(pass_class.ptr());
-  pass_class
+  py::class_<Pass, std::shared_ptr<Pass>>(module, "ChunkOffloadHandler")
       .def_readonly("index", &Pass::index)
       .def_readonly("vp_stage", &Pass::vp_stage)
       .def_readonly("min_offloaded_tensor_size", &Pass::min_numel)
@@ -294,18 +284,78 @@ void bind_pass(py::module_& module) {
       .def_property_readonly("awaits_backward", &Pass::awaits_backward);
 }
 
+// A method of `Store` with `count` arguments, bypassing pybind11's conversions.
+template <size_t count, py::object (*function)(const py::object&, Store&, const py::object*)>
+PyObject* call_fast(PyObject* self, PyObject* const* given, Py_ssize_t number) {
+  return guarded([&] {
+    if (number != static_cast<Py_ssize_t>(count)) throw py::type_error("wrong number of arguments");
+    py::object arguments[count];
+    for (size_t index = 0; index < count; ++index) {
+      arguments[index] = py::reinterpret_borrow<py::object>(given[index]);
+    }
+    const auto owner = py::reinterpret_borrow<py::object>(self);
+    return function(owner, *constructed<Store>(self), arguments).release().ptr();
+  });
+}
+
+template <size_t count, py::object (*function)(const py::object&, Store&, const py::object*)>
+PyMethodDef fast_method(const char* name) {
+  const _PyCFunctionFast pointer = &call_fast<count, function>;
+  return {name, reinterpret_cast<PyCFunction>(pointer), METH_FASTCALL, nullptr};
+}
+
+py::object start(const py::object&, Store& store, const py::object* given) {
+  return py::bool_(Marks::start(store, given[0], given[1], given[2]));
+}
+
+py::object enter(const py::object& owner, Store& store, const py::object* given) {
+  return py::bool_(Marks::enter(owner, store, given[0], given[1]));
+}
+
+py::object leave(const py::object&, Store& store, const py::object* given) {
+  return py::bool_(Regions::leave(store, given[0]));
+}
+
+py::object end(const py::object&, Store& store, const py::object* given) {
+  return Marks::end(store, given[0], given[1], given[2]);
+}
+
+py::object mark_output(const py::object&, Store& store, const py::object* given) {
+  return py::bool_(Marks::mark_output(store, given[0], given[1]));
+}
+
+py::object mark_gradient(const py::object&, Store& store, const py::object* given) {
+  return py::bool_(Marks::mark_gradient(store, given[0], given[1], given[2]));
+}
+
+// The methods of `Marks` in native_store.py.
+void bind_marks(PyTypeObject* store) {
+  static PyMethodDef marks[] = {fast_method<3, start>("start"),
+                                fast_method<2, enter>("enter"),
+                                fast_method<1, leave>("leave"),
+                                fast_method<3, end>("end"),
+                                fast_method<2, mark_output>("mark_output"),
+                                fast_method<3, mark_gradient>("mark_gradient")};
+  for (auto& definition : marks) {
+    const auto method =
+        py::reinterpret_steal<py::object>(PyDescr_NewMethod(store, &definition));
+    py::setattr(reinterpret_cast<PyObject*>(store), definition.ml_name, method);
+  }
+}
+
 void bind_store(py::module_& module) {
   py::class_<CountersByName>(module, "Counters").def("items", &CountersByName::items);
   PackHookObject::make_type("slipstream_native.PackHook", nullptr, &call_pack);
   UnpackHookObject::make_type("slipstream_native.UnpackHook", nullptr, &call_unpack);
   module.attr("PackHook") = PackHookObject::type();
-  py::class_<Store>(module, "Store", collected<Store>())
-      .def(py::init<const py::object&, py::object, py::object, py::object, py::object>())
+  py::class_<Store> store_class(module, "Store", collected<Store>());
+  store_class
+      .def(py::init<const py::object&, py::object, py::object, py::object, py::list>())
       .def_readwrite("pool", &Store::pool)
       .def("make_pass",
            [](Store& store, int64_t index, int64_t vp_stage, int64_t min_numel,
               int64_t micro_batch) {
-             return std::make_unique<Pass>(index, vp_stage, min_numel, micro_batch, store.spent);
+             return std::make_shared<Pass>(index, vp_stage, min_numel, micro_batch, store.spent);
            })
       .def("take_counters", [](Store& store) { return std::exchange(store.modules, {}); })
       .def_readwrite("is_verified", &Store::is_verified)
@@ -318,90 +368,72 @@ void bind_store(py::module_& module) {
            })
       .def_static("commit", &Store::commit)
       .def("copy_out", &Store::copy_out)
-      .def("release",
-           [](Store& store, Group& group, const py::object& in_python) {
-             return store.release(group, [&] { return in_python; });
-           })
-      .def("copy_in",
-           [](Store& store, Group& group, const py::object& in_python) {
-             return store.copy_in(group, [&] { return in_python; });
-           })
+      .def("release", &Store::release)
+      .def("copy_in", &Store::copy_in)
       .def("find", &Store::find)
       .def_property_readonly("num_known", &Store::num_known);
+  bind_marks(reinterpret_cast<PyTypeObject*>(store_class.ptr()));
 }
 
-// Calls `function` with `count` arguments, bypassing pybind11's conversions.
-template <size_t count, py::object (*function)(const py::object*)>
-PyObject* call_fast(PyObject*, PyObject* const* given, Py_ssize_t number) {
-  return guarded([&] {
-    if (number != static_cast<Py_ssize_t>(count)) throw py::type_error("wrong number of arguments");
-    py::object arguments[count];
-    for (size_t index = 0; index < count; ++index) {
-      arguments[index] = py::reinterpret_borrow<py::object>(given[index]);
-    }
-    return function(arguments).release().ptr();
-  });
-}
+void bind_steps(py::module_& module) {
+  py::class_<Steps>(module, "Steps", collected<Steps>())
+      .def(py::init<py::object, const py::iterable&, const py::iterable&, const py::iterable&,
+                    py::object>())
+      .def("begin", [](const py::object& steps, const py::list& begun,
+                       std::shared_ptr<Pass> current, std::shared_ptr<Layout> layout,
+                       bool leaves_out_marks) {
+        Iteration::Passes passes;
+        for (const auto& item : begun) passes.push_back(item.cast<std::shared_ptr<Pass>>());
+        auto now = std::make_shared<Iteration>(steps, std::move(passes), std::move(current),
+                                               std::move(layout), leaves_out_marks);
+        now->steps().store->now = now;
+        return now;
+      });
 
-template <size_t count, py::object (*function)(const py::object*)>
-PyMethodDef fast_method(const char* name) {
-  const _PyCFunctionFast pointer = &call_fast<count, function>;
-  return {name, reinterpret_cast<PyCFunction>(pointer), METH_FASTCALL, nullptr};
-}
-
-py::object start(const py::object* given) {
-  return py::bool_(Marks::start(given[0], given[1], given[2]));
-}
-
-py::object enter(const py::object* given) { return py::bool_(Marks::enter(given[0])); }
-
-py::object leave(const py::object* given) { return py::bool_(Regions::leave(given[0])); }
-
-py::object end(const py::object* given) { return Marks::end(given[0], given[1], given[2]); }
-
-py::object mark_output(const py::object* given) {
-  return py::bool_(Marks::mark_output(given[0], given[1]));
-}
-
-py::object mark_gradient(const py::object* given) {
-  return py::bool_(Marks::mark_gradient(given[0], given[1], given[2]));
+  py::class_<Iteration, std::shared_ptr<Iteration>>(module, "Iteration", collected<Iteration>())
+      .def_property_readonly("num_steps", &Iteration::num_steps)
+      .def_readonly("leaves_out_marks", &Iteration::leaves_out_marks)
+      .def("begin_pass", &Iteration::begin_pass)
+      .def("leave_pass", [](Iteration& now) { now.current = nullptr; })
+      .def("skip_left_out", &Iteration::skip_left_out)
+      .def("end", [](Iteration& now) { now.is_followed = false; })
+      // Returns None if the mark is not the next one of the plan, else the actions left to Python.
+      .def("come_to", [](Iteration& now, const py::object& kind, const py::object& at) {
+        const auto step = [&] { return py::reinterpret_borrow<py::tuple>(at); };
+        const auto outcome = now.come_to(
+            kind, py::isinstance<Group>(at) ? at.cast<const Group&>().place()
+                                            : Steps::place_of(step()[1], step()[2]));
+        return outcome.is_planned ? py::object(Iteration::in_python(outcome.left)) : py::none();
+      });
 }
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  module.def("configure", [](const py::list& residences, const py::list& group_states,
-                             py::object bytes, py::object empty_if_hidden, py::object refill,
-                             py::object parameter, py::object size_class_bytes,
-                             py::object host_memory_full, py::object group_key,
-                             py::object group_label, py::object step,
-                             const py::list& step_kinds, py::object output_start,
-                             py::object backward_start, py::object output_layer,
-                             py::object backward) {
+  module.def("configure", [](const py::kwargs& objects) {
     python = new Python();
-    for (int index = 0; index < kNumResidences; ++index) {
-      python->residences[index] = residences[index];
-    }
-    for (int index = 0; index < kNumGroupStates; ++index) {
-      python->group_states[index] = group_states[index];
-    }
-    python->bytes = std::move(bytes);
-    python->empty_if_hidden = std::move(empty_if_hidden);
-    python->refill = std::move(refill);
-    python->parameter = std::move(parameter);
-    python->size_class_bytes = std::move(size_class_bytes);
-    python->host_memory_full = std::move(host_memory_full);
-    python->group_key = std::move(group_key);
-    python->group_label = std::move(group_label);
-    python->step = std::move(step);
-    python->forward_start = step_kinds[0];
-    python->forward_commit = step_kinds[1];
-    python->backward_use = step_kinds[2];
-    python->backward_end = step_kinds[3];
-    python->output_start = std::move(output_start);
-    python->backward_start = std::move(backward_start);
-    python->output_layer = std::move(output_layer);
-    python->backward = std::move(backward);
+    const auto members = [&](const char* name, py::object* to) {
+      for (const auto& member : objects[name]) *to++ = py::reinterpret_borrow<py::object>(member);
+    };
+    members("residences", python->residences);
+    members("group_states", python->group_states);
+    python->bytes = objects["bytes"];
+    python->empty_if_hidden = objects["empty_if_hidden"];
+    python->refill = objects["refill"];
+    python->parameter = objects["parameter"];
+    python->size_class_bytes = objects["size_class_bytes"];
+    python->host_memory_full = objects["host_memory_full"];
+    python->group_key = objects["group_key"];
+    python->group_label = objects["group_label"];
+    python->step = objects["step"];
+    python->forward_start = objects["forward_start"];
+    python->forward_commit = objects["forward_commit"];
+    python->backward_use = objects["backward_use"];
+    python->backward_end = objects["backward_end"];
+    python->output_start = objects["output_start"];
+    python->backward_start = objects["backward_start"];
+    python->output_layer = objects["output_layer"];
+    python->backward = objects["backward"];
   });
   bind_waits(module);
   bind_host_layout(module);
@@ -409,14 +441,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_group(module);
   bind_pass(module);
   bind_store(module);
-  py::class_<Steps> steps_class(module, "Steps", collected<Steps>());
-  class_of<Steps> = reinterpret_cast<PyTypeObject*>(steps_class.ptr());
-  steps_class
-      .def(py::init<py::object, const py::iterable&, const py::iterable&,
-                    const py::iterable&, py::object>())
-      .def_readwrite("leaves_out_marks", &Steps::leaves_out_marks)
-      .def("come_to", &Steps::come_to_any)
-      .def("end_of", &Steps::end_of);
+  bind_steps(module);
   module.def("mark", [](const py::object& tensor, py::object function) {
     return mark(tensor, Callback(std::move(function)));
   });
@@ -427,6 +452,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     py::dict numbers;
     numbers["Store"] = Alive<Store>::number();
     numbers["Steps"] = Alive<Steps>::number();
+    numbers["Iteration"] = Alive<Iteration>::number();
     numbers["Pass"] = Alive<Pass>::number();
     numbers["Group"] = Alive<Group>::number();
     numbers["Storage"] = Alive<Storage>::number();
@@ -440,14 +466,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         HostTime::nanoseconds[0] = HostTime::nanoseconds[1] = 0;
         return taken;
       });
-  static PyMethodDef marks[] = {fast_method<3, start>("start"),
-                                fast_method<1, enter>("enter"),
-                                fast_method<1, leave>("leave"),
-                                fast_method<3, end>("end"),
-                                fast_method<2, mark_output>("mark_output"),
-                                fast_method<3, mark_gradient>("mark_gradient")};
-  for (auto& definition : marks) {
-    module.attr(definition.ml_name) =
-        py::reinterpret_steal<py::object>(PyCFunction_New(&definition, nullptr));
-  }
 }

@@ -87,49 +87,9 @@ inline void set_attribute(const py::handle& object, PyObject* name, const py::ob
     return interned;                                                \
   }()
 #define GET(object, name) ::slipstream::attribute(object, SLIPSTREAM_NAME(name))
-#define SET(object, name, value) ::slipstream::set_attribute(object, SLIPSTREAM_NAME(name), value)
 
-// Direct access to an attribute of objects whose class has `__slots__`.
-class Slot {
- public:
-  Slot(PyTypeObject* type, const char* name) {
-    const auto member =
-        attribute(reinterpret_cast<PyObject*>(type), PyUnicode_InternFromString(name));
-    if (Py_TYPE(member.ptr()) != &PyMemberDescr_Type) {
-      throw py::type_error(std::string(name) + " is no slot");
-    }
-    offset_ = reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
-  }
-
-  py::handle get(py::handle object) const { return *place(object); }
-
-  void set(py::handle object, py::object value) const {
-    PyObject* before = std::exchange(*place(object), value.release().ptr());
-    Py_XDECREF(before);
-  }
-
- private:
-  PyObject** place(py::handle object) const {
-    return reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object.ptr()) + offset_);
-  }
-
-  Py_ssize_t offset_;
-};
-
-// The Python class of `T`.
-template <typename T>
-inline PyTypeObject* class_of = nullptr;
-
-// Returns the C++ object inside a pybind11 object, without a cast's lookups, which take as long as
-// the work of a mark.
-template <typename T>
-T& inside(py::handle object) {
-  const auto* instance = reinterpret_cast<py::detail::instance*>(object.ptr());
-  if (Py_TYPE(object.ptr()) != class_of<T> || !instance->simple_layout) return object.cast<T&>();
-  return *static_cast<T*>(instance->simple_value_holder[0]);
-}
-
-// Returns the C++ object inside a pybind11 object of this class; null before it is constructed.
+// Returns the C++ object inside a pybind11 object of this class; null before it is constructed. A
+// cast takes as long as the work of a mark.
 template <typename T>
 T* constructed(PyObject* object) {
   const auto* instance = reinterpret_cast<py::detail::instance*>(object);

@@ -1,10 +1,12 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// The steps of a plan and their actions: `PlanExecutor` in plan_executor.py is the reference.
+// The steps of a plan, and an iteration that follows them: `PlanExecutor` in plan_executor.py is the
+// reference.
 
 #pragma once
 
-#include "pass.h"
+#include <span>
+
 #include "store.h"
 
 namespace slipstream {
@@ -34,63 +36,6 @@ struct Step {
   }
 };
 
-// The running iteration: `Iteration` in iteration.py.
-class Iteration {
- public:
-  explicit Iteration(py::object object) : object_(std::move(object)) {}
-
-  const py::object& object() const { return object_; }
-
-  bool follows_steps() const { return !slots().steps.get(object_).is_none(); }
-  py::handle steps() const { return slots().steps.get(object_); }
-  py::handle passes() const { return slots().passes.get(object_); }
-  py::handle chunk() const { return slots().chunk.get(object_); }
-  bool has_started() const { return !slots().started.get(object_).is_none(); }
-  void set_started(py::object group) { slots().started.set(object_, std::move(group)); }
-  bool has_layout() const { return slots().has_layout.get(object_).ptr() == Py_True; }
-
-  size_t num_steps() const {
-    const size_t number = PyLong_AsSize_t(slots().num_steps.get(object_).ptr());
-    if (PyErr_Occurred()) throw py::error_already_set();
-    return number;
-  }
-
-  void set_num_steps(size_t number) { slots().num_steps.set(object_, py::int_(number)); }
-
-  bool has_pass(int64_t index, const py::object& chunk_pass) const {
-    PyObject* all = passes().ptr();
-    return index < PyList_GET_SIZE(all) && PyList_GET_ITEM(all, index) == chunk_pass.ptr();
-  }
-
-  // Returns the group with that key; null if it has not started.
-  Group* find(int64_t chunk_pass, int64_t index) const {
-    PyObject* all = passes().ptr();
-    if (chunk_pass >= PyList_GET_SIZE(all)) return nullptr;
-    const auto& groups = inside<Pass>(PyList_GET_ITEM(all, chunk_pass)).groups;
-    return index < static_cast<int64_t>(groups.size()) ? groups[index].get() : nullptr;
-  }
-
- private:
-  struct Slots {
-    explicit Slots(PyTypeObject* type)
-        : steps(type, "steps"),
-          num_steps(type, "num_steps"),
-          passes(type, "passes"),
-          chunk(type, "chunk"),
-          started(type, "started"),
-          has_layout(type, "has_layout") {}
-
-    Slot steps, num_steps, passes, chunk, started, has_layout;
-  };
-
-  const Slots& slots() const {
-    static const Slots slots(Py_TYPE(object_.ptr()));
-    return slots;
-  }
-
-  py::object object_;
-};
-
 // A set of group keys.
 class Keys {
  public:
@@ -113,6 +58,7 @@ class Keys {
   std::vector<std::vector<bool>> by_pass_;
 };
 
+// The steps of a plan. Many iterations follow them.
 class Steps : Alive<Steps> {
  public:
   // Each step is (kind, key, name, actions), each action (kind, key, kept, numbers, object).
@@ -131,13 +77,13 @@ class Steps : Alive<Steps> {
       Step step{fields[0], place_of(fields[1], fields[2]), {}, false};
       step.is_silent = (step.kind.ptr() == python->backward_use.ptr() ||
                         step.kind.ptr() == python->backward_end.ptr()) &&
-                       silent_.contain(step.place.chunk_pass, step.place.group);
+                       is_silent(step.place.chunk_pass, step.place.group);
       for (const auto& action : py::object(fields[3])) {
         const auto parts = py::reinterpret_borrow<py::tuple>(action);
         step.actions.push_back({static_cast<ActionKind>(parts[0].cast<int>()), number(parts[1], 0),
                                 number(parts[1], 1), parts[2], parts[3], parts[4]});
       }
-      steps_.push_back(std::move(step));
+      all.push_back(std::move(step));
     }
   }
 
@@ -151,46 +97,18 @@ class Steps : Alive<Steps> {
   // The Python object that owns `store`.
   py::object owner_of_store;
   py::object trace;
-
-  // Whether marks of silent groups are left out: [Note: Silent groups] in plan_executor.py.
-  bool leaves_out_marks = false;
+  std::vector<Step> all;
 
   bool tracks(const Group& group) const {
     return !untracked_.contain(group.chunk_pass, group.index);
   }
 
-  bool leaves_out(const Group& group) const {
-    return leaves_out_marks && silent_.contain(group.chunk_pass, group.index);
+  bool is_silent(int64_t chunk_pass, int64_t group) const {
+    return silent_.contain(chunk_pass, group);
   }
 
-  // Performs the actions of the next step. Returns false, with no effect, if the plan's step
-  // differs. `executor` performs rare actions in Python.
-  template <typename Executor>
-  bool come_to(const Executor& executor, Iteration& now, const py::object& kind,
-               const Place& place) const {
-    size_t index = now.num_steps();
-    while (may_skip(index) && !steps_[index].is_at(kind, place)) ++index;
-    if (index >= steps_.size() || !steps_[index].is_at(kind, place)) return false;
-    now.set_num_steps(index + 1);
-    perform_all(executor, now, steps_[index]);
-    return true;
-  }
-
-  // The same for any mark; `at` is a group or a `Step`.
-  bool come_to_any(const py::object& executor, const py::object& iteration, const py::object& kind,
-                   const py::object& at) const {
-    const auto given = [&executor] { return executor; };
-    const Place place = py::isinstance<Group>(at) ? at.cast<const Group&>().place()
-                                                  : place_of(at.attr("key"), at.attr("name"));
-    Iteration now(iteration);
-    return come_to(given, now, kind, place);
-  }
-
-  // Returns the number of steps of an iteration that ended after `num_steps`, including trailing
-  // ones that were left out.
-  size_t end_of(size_t num_steps) const {
-    while (may_skip(num_steps)) ++num_steps;
-    return num_steps;
+  static Place place_of(const py::object& key, py::object name) {
+    return {number(key, 0), number(key, 1), std::move(name)};
   }
 
  private:
@@ -198,37 +116,115 @@ class Steps : Alive<Steps> {
     return py::reinterpret_borrow<py::tuple>(key)[place].cast<int64_t>();
   }
 
-  static Place place_of(const py::object& key, py::object name) {
-    return {number(key, 0), number(key, 1), std::move(name)};
+  const Keys untracked_, silent_;
+};
+
+// An iteration that follows the steps of its plan in C++. At its first mark Python tells it once all
+// that C++ needs to know, then only which passes begin.
+class Iteration : Alive<Iteration> {
+ public:
+  using Passes = std::vector<std::shared_ptr<Pass>>;
+
+  // `steps` is a `Steps`; `passes` are those that have begun, and `current` is the running one;
+  // `layout` is that of its host buffers, or null. With `leaves_out_marks` it leaves out marks of
+  // silent groups: [Note: Silent groups] in plan_executor.py.
+  Iteration(py::object steps, Passes passes, std::shared_ptr<Pass> current,
+            std::shared_ptr<Layout> layout, bool leaves_out_marks)
+      : leaves_out_marks(leaves_out_marks),
+        current(std::move(current)),
+        steps_(steps.cast<const Steps*>()),
+        owner_of_steps_(std::move(steps)),
+        passes_(std::move(passes)),
+        layout_(std::move(layout)) {}
+
+  template <typename Visit>
+  void references(const Visit& visit) {
+    visit(owner_of_steps_);
   }
 
-  template <typename Executor>
-  void perform_all(const Executor& executor, const Iteration& now, const Step& step) const {
-    for (const auto& action : step.actions) {
-      Group* group = now.find(action.chunk_pass, action.group);
-      if (group == nullptr || group->state == GroupState::OPEN) continue;
-      if (!perform(executor, now, action, *group)) {
-        executor().attr("perform")(now.object(), action.object);
-      }
-    }
+  const bool leaves_out_marks;
+  // The running forward pass; null if marks now belong to none.
+  std::shared_ptr<Pass> current;
+  // False once Python performs the remaining steps.
+  bool is_followed = true;
+
+  const Steps& steps() const { return *steps_; }
+
+  void begin_pass(std::shared_ptr<Pass> chunk_pass) {
+    current = chunk_pass;
+    passes_.push_back(std::move(chunk_pass));
   }
 
-  template <typename Executor>
-  bool perform(const Executor& executor, const Iteration& now, const Action& action,
-               Group& group) const {
-    const auto in_python = [&executor] { return py::object(executor().attr("store")); };
-    if (action.kind == ActionKind::H2D) return store->copy_in(group, in_python);
-    if (group.state != GroupState::COMMITTED) return true;
-    if (action.kind == ActionKind::FREE) return store->release(group, in_python);
-    return store->copy_out(group, action.kept, now.has_layout() ? action.numbers : py::none());
+  bool has(const Pass* chunk_pass) const {
+    const auto index = static_cast<size_t>(chunk_pass->index);
+    return index < passes_.size() && passes_[index].get() == chunk_pass;
+  }
+
+  // Returns the group with that key; null if it has not started.
+  Group* find(int64_t chunk_pass, int64_t index) const {
+    if (chunk_pass >= static_cast<int64_t>(passes_.size())) return nullptr;
+    const auto& groups = passes_[chunk_pass]->groups;
+    return index < static_cast<int64_t>(groups.size()) ? groups[index].get() : nullptr;
+  }
+
+  bool leaves_out(const Group& group) const {
+    return leaves_out_marks && steps_->is_silent(group.chunk_pass, group.index);
+  }
+
+  size_t num_steps() const { return num_steps_; }
+
+  // Counts the last steps too if their marks were left out. Call at the end of the iteration.
+  void skip_left_out() {
+    while (may_skip(num_steps_)) ++num_steps_;
+  }
+
+  struct Outcome {
+    // Whether the mark is the next one of the plan. If not, nothing has been done.
+    bool is_planned;
+    // The step's actions from the first one on that C++ cannot perform: Python performs them.
+    std::span<const Action> left;
+  };
+
+  // Performs the actions of the step at a mark.
+  Outcome come_to(const py::object& kind, const Place& place) {
+    const auto& all = steps_->all;
+    size_t index = num_steps_;
+    while (may_skip(index) && !all[index].is_at(kind, place)) ++index;
+    if (index >= all.size() || !all[index].is_at(kind, place)) return {false, {}};
+    num_steps_ = index + 1;
+    const auto& actions = all[index].actions;
+    size_t done = 0;
+    while (done < actions.size() && perform(actions[done])) ++done;
+    return {true, std::span(actions).subspan(done)};
+  }
+
+  static py::tuple in_python(std::span<const Action> actions) {
+    py::tuple objects(actions.size());
+    for (size_t index = 0; index < actions.size(); ++index) objects[index] = actions[index].object;
+    return objects;
+  }
+
+ private:
+  // Returns false, with no effect, if Python must do it.
+  bool perform(const Action& action) const {
+    Group* group = find(action.chunk_pass, action.group);
+    if (group == nullptr || group->state == GroupState::OPEN) return true;
+    Store& store = *steps_->store;
+    if (action.kind == ActionKind::H2D) return store.copy_in(*group);
+    if (group->state != GroupState::COMMITTED) return true;
+    if (action.kind == ActionKind::FREE) return store.release(*group);
+    return store.copy_out(*group, action.kept, action.numbers, layout_.get());
   }
 
   bool may_skip(size_t index) const {
-    return leaves_out_marks && index < steps_.size() && steps_[index].is_silent;
+    return leaves_out_marks && index < steps_->all.size() && steps_->all[index].is_silent;
   }
 
-  std::vector<Step> steps_;
-  const Keys untracked_, silent_;
+  const Steps* steps_;
+  py::object owner_of_steps_;
+  Passes passes_;
+  std::shared_ptr<Layout> layout_;
+  size_t num_steps_ = 0;
 };
 
 }  // namespace slipstream

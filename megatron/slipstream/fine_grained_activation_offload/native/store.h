@@ -1,8 +1,8 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
 // Saved-tensor hooks, and offload and reload of groups: `ActivationStore` in activation_store.py is
-// the reference. The common cases are handled here, all others by the Python method of the same
-// name, which works on the same objects.
+// the reference. The common cases are handled here. In all others a function returns false with no
+// effect, and the Python method of the same name does all of it, on the same objects.
 
 #pragma once
 
@@ -43,16 +43,18 @@ inline bool has_opted_out(PyObject* tensor) {
   return false;
 }
 
+class Iteration;
+
 class Store : Alive<Store> {
  public:
-  // `waits` is a `Waits`.
+  // `waits` is a `Waits`, `entered` the list `ActivationStore.entered`.
   Store(const py::object& backend, py::object waits, py::object pool, py::object copies,
-        py::object recorder)
+        py::list entered)
       : pool(std::move(pool)),
+        entered(std::move(entered)),
         waits_(waits.cast<Waits*>()),
         context_(std::make_shared<Context>()),
         backend_(backend),
-        recorder_(std::move(recorder)),
         device_type_(c10::Device(backend.attr("device_type").cast<std::string>()).type()) {
     context_->owner_of_waits = std::move(waits);
     context_->waits = waits_;
@@ -63,7 +65,6 @@ class Store : Alive<Store> {
   void references(const Visit& visit) {
     visit(pool);
     visit(backend_);
-    visit(recorder_);
     visit(kept_in);
     if (context_.use_count() == 1) {  // No storage needs it.
       visit(context_->owner_of_waits);
@@ -73,6 +74,10 @@ class Store : Alive<Store> {
 
   // The host pool for storages saved from now on.
   py::object pool;
+  // The regions entered and not left, on which Python works too.
+  const py::list entered;
+  // The latest iteration whose plan C++ follows or has followed. Python owns it.
+  std::weak_ptr<Iteration> now;
   CountersByName modules;
   const std::shared_ptr<SpentGroups> spent = std::make_shared<SpentGroups>();
   // The group last started by a mark in C++, whose region is not yet entered, and the trace of the
@@ -111,7 +116,7 @@ class Store : Alive<Store> {
     return saved_tensor;
   }
 
-  // Unusual cases are left to the Python method `engine.read`.
+  // Unusual cases are left to `engine`.
   py::object unpack(const py::object& engine, const py::object& object) {
     if (!SavedTensorObject::is(object.ptr())) return object;
     const SavedTensor& saved = SavedTensorObject::of(object.ptr());
@@ -137,10 +142,9 @@ class Store : Alive<Store> {
   }
 
   // Each of the following returns false, with no effect, if the Python method must do it.
-  // `in_python` returns the `ActivationStore`, for rare cases. No reference to it is kept: it is
-  // part of the engine, which is freed with its last graph.
 
-  bool copy_out(Group& group, const py::object& kept, const py::object& numbers) {
+  // `layout`: of the host pool, if it is followed; else null.
+  bool copy_out(Group& group, const py::object& kept, const py::object& numbers, Layout* layout) {
     if (!can_move()) return false;
     std::vector<std::shared_ptr<Storage>> leaving;
     std::vector<int64_t> planned;
@@ -150,10 +154,10 @@ class Store : Alive<Store> {
       storage->settle_extent();
       if (storage->has_lost_memory() || contains(kept, position)) continue;
       leaving.push_back(std::move(storage));
-      planned.push_back(number_at(numbers, position));
+      planned.push_back(layout == nullptr ? -1 : number_at(numbers, position));
     }
     if (leaving.empty()) return true;
-    if (!allocate(leaving, planned)) {
+    if (!allocate(leaving, planned, layout)) {
       ++modules[group.name].num_kept_for_host_memory;
       return true;
     }
@@ -165,32 +169,27 @@ class Store : Alive<Store> {
     return true;
   }
 
-  template <typename InPython>
-  bool release(Group& group, const InPython& in_python) {
+  bool release(Group& group) {
     if (!can_move()) return false;
-    for (const auto& storage : group.storages()) {
-      if (!storage->drop_holder(group.serial)) continue;
-      if (storage->residence != Residence::OFFLOADING) continue;
-      if (storage->is_emptied() || !storage->is_copy_current()) {
-        in_python().attr("keep_on_device")(storage);
-      } else {
-        storage->release(group.name);
-      }
+    const auto storages = group.storages();
+    for (const auto& storage : storages) {
+      const bool is_leaving = storage->residence == Residence::OFFLOADING;
+      if (is_leaving && (storage->is_emptied() || !storage->is_copy_current())) return false;
+    }
+    for (const auto& storage : storages) {
+      const bool is_last = storage->drop_holder(group.serial);
+      if (is_last && storage->residence == Residence::OFFLOADING) storage->release(group.name);
     }
     return true;
   }
 
-  template <typename InPython>
-  bool copy_in(Group& group, const InPython& in_python) {
+  bool copy_in(Group& group) {
     if (!can_move()) return false;
     std::vector<std::shared_ptr<Storage>> returning;
     for (auto& storage : group.storages()) {
       if (storage->residence != Residence::HOST) continue;
-      if (!storage->live_original()) {
-        returning.push_back(std::move(storage));
-      } else {
-        in_python().attr("find_original")(storage);
-      }
+      if (storage->live_original()) return false;
+      returning.push_back(std::move(storage));
     }
     if (returning.empty()) return true;
     start_copies_in(returning);
@@ -223,10 +222,7 @@ class Store : Alive<Store> {
  private:
   Driver& driver() const { return *waits_->driver; }
 
-  bool can_move() const {
-    return waits_->is_plain() && !is_verified && !crosses_streams &&
-           GET(recorder_, "reads_memory").ptr() == Py_False;
-  }
+  bool can_move() const { return waits_->is_plain() && !is_verified && !crosses_streams; }
 
   static bool contains(const py::object& positions, size_t position) {
     if (PyFrozenSet_CheckExact(positions.ptr()) && PySet_GET_SIZE(positions.ptr()) == 0) {
@@ -239,7 +235,6 @@ class Store : Alive<Store> {
 
   // Returns the trace index of the storage at this position; -1 if it is not in the trace.
   static int64_t number_at(const py::object& numbers, size_t position) {
-    if (numbers.is_none()) return -1;
     const auto tuple = py::reinterpret_borrow<py::tuple>(numbers);
     return position < tuple.size() ? tuple[position].cast<int64_t>() : -1;
   }
@@ -252,15 +247,15 @@ class Store : Alive<Store> {
 
   // Allocates a host buffer for each storage. If host memory does not suffice for all, allocates
   // none and returns false.
-  static bool allocate(const std::vector<std::shared_ptr<Storage>>& storages,
-                       const std::vector<int64_t>& planned) {
+  bool allocate(const std::vector<std::shared_ptr<Storage>>& storages,
+                const std::vector<int64_t>& planned, Layout* layout) const {
     try {
       for (size_t index = 0; index < storages.size(); ++index) {
         Storage& storage = *storages[index];
         if (storage.allocation) storage.free(storage.take_allocation());  // of a copy that failed
-        const py::object layout = GET(storage.pool, "layout");
-        if (!layout.is_none()) {
-          storage.allocation = inside<Layout>(layout).allocate(planned[index], storage.nbytes);
+        // An unplanned request ends the layout.
+        if (layout != nullptr && layout->is_followed && storage.pool.is(pool)) {
+          storage.allocation = layout->allocate(planned[index], storage.nbytes);
         }
         if (!storage.allocation) {
           storage.allocation = storage.pool.attr("allocate")(storage.nbytes)
@@ -278,17 +273,16 @@ class Store : Alive<Store> {
   }
 
   int d2h() {
-    if (d2h_ < 0) d2h_ = add_copy_stream("d2h");
+    if (d2h_ < 0) d2h_ = add_copy_stream(context_->copies.attr("d2h"));
     return d2h_;
   }
 
   int h2d() {
-    if (h2d_ < 0) h2d_ = add_copy_stream("h2d");
+    if (h2d_ < 0) h2d_ = add_copy_stream(context_->copies.attr("h2d"));
     return h2d_;
   }
 
-  int add_copy_stream(const char* name) {
-    const py::object stream = context_->copies.attr(name);
+  int add_copy_stream(const py::object& stream) {
     return driver().add_stream(backend_.attr("stream_id")(stream), stream);
   }
 
@@ -404,7 +398,7 @@ class Store : Alive<Store> {
 
   Waits* waits_;
   std::shared_ptr<Context> context_;
-  py::object backend_, recorder_;
+  py::object backend_;
   c10::DeviceType device_type_;
   int d2h_ = -1, h2d_ = -1;
 };
