@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,16 +33,21 @@ class _NoMeter(contextlib.AbstractContextManager["_NoMeter"]):
 
 
 def train_on_ranks(
-    num_ranks: int, flags: list[str], record: Path, reads_memory: bool = True
+    num_ranks: int,
+    flags: list[str],
+    record: Path,
+    reads_memory: bool = True,
+    prepare: Callable[[], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Train with these flags and return each rank's record; ``record`` is the first rank's.
 
-    Without ``reads_memory`` peaks are 0; an engine needs it for its plans.
+    Without ``reads_memory`` peaks are 0; an engine needs it for its plans. ``prepare`` is called on
+    each rank before it trains.
     """
     prepare_training()
     flags = [*flags, "--run-record-path", str(record)]
     folder = record.parent
-    done = run_ranks(num_ranks, train_main, folder, flags, reads_memory)
+    done = run_ranks(num_ranks, train_main, folder, flags, reads_memory, prepare)
     assert done == [0] * num_ranks
     return read_records(num_ranks, record)
 
@@ -72,13 +78,21 @@ def prepare_training() -> None:
 
 
 def train_main(
-    rank: int, num_ranks: int, port: int, folder: Path, flags: list[str], reads_memory: bool = True
+    rank: int,
+    num_ranks: int,
+    port: int,
+    folder: Path,
+    flags: list[str],
+    reads_memory: bool = True,
+    prepare: Callable[[], None] | None = None,
 ) -> int:
     """Run the entry on one rank, in ``folder``."""
     from megatron.slipstream.integration.entry import training
     from megatron.slipstream.integration.record import monitor
 
     os.chdir(folder)
+    if prepare is not None:
+        prepare()
     meter = monitor.DeviceMemoryMeter if reads_memory else _NoMeter
     with patch.object(monitor, "DeviceMemoryMeter", meter):
         return training.main(flags)

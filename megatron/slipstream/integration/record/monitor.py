@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
@@ -222,9 +223,13 @@ def _mean(losses: list[torch.Tensor]) -> Optional[float]:
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Return the SHA-256 of the tensors' bytes in order: equal only for bitwise equal tensors."""
+    """Return the SHA-256 of the tensors' bytes in order: equal only for bitwise equal tensors.
+
+    Of a tensor that FSDP divides, this rank's part.
+    """
     digest = hashlib.sha256()
     for tensor in tensors:
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        raw = part.detach().contiguous().reshape(-1).view(torch.uint8)
         digest.update(raw.cpu().numpy().tobytes())
     return digest.hexdigest()
