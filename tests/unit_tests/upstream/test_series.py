@@ -13,13 +13,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.slipstream.patches import table
 from tools.upstream import __main__ as command
 from tools.upstream.anchors import MovedError, Source, at_end, at_start, before_call, decorate
 from tools.upstream.commits import COMMITS
 from tools.upstream.edits import IN_PLACE, key_of, version_of
-from tools.upstream.modules import ROOT, TESTS
+from tools.upstream.modules import NEW_TEXT, ROOT, SUPPORT, TESTS
 from tools.upstream.series import TEST_PLACES, Made, git, make
 
 GUIDE = ROOT / "docs" / "design" / "upstream.md"
@@ -88,6 +89,31 @@ def test_the_tests_of_the_series_pass_in_the_patched_tree(
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def test_losses_gradients_and_plans_are_those_of_the_plugin(
+    checkout: Path, series: list[Made], tmp_path: Path
+) -> None:
+    del series
+    script = ROOT / "tests" / "support" / "planned_models.py"
+    runs = {
+        tmp_path / "plugin": (ROOT, NEW_TEXT),
+        tmp_path / "tree": (checkout, checkout / SUPPORT),
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script), str(folder), str(file)],
+            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        )
+        for file, (root, folder) in runs.items()
+    ]
+    assert [process.wait(300) for process in started] == [0, 0]
+    plugin, tree = map(torch.load, runs)
+    assert list(plugin) == list(tree) == ["dense", "moe", "hybrid"]
+    for kind, (tensors, plan, moved) in plugin.items():
+        assert all(map(torch.equal, tensors, tree[kind][0]))
+        assert plan == tree[kind][1]
+        assert moved == tree[kind][2] > 0
 
 
 def test_the_page_lists_each_edit_with_its_size(checkout: Path, series: list[Made]) -> None:

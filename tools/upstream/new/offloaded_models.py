@@ -22,7 +22,7 @@ SEQ_LENGTH, VOCAB_SIZE, NUM_MICRO_BATCHES, NUM_STEPS = 16, 64, 2, 4
 def build(kind: str, offload_modules: Sequence[str] = (), **options: Any) -> Any:
     """Build a model; its weights do not depend on offloading."""
     has_gpu = torch.cuda.is_available()
-    _initialize()
+    initialize()
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -52,7 +52,8 @@ def build(kind: str, offload_modules: Sequence[str] = (), **options: Any) -> Any
     return model.cuda() if has_gpu else model
 
 
-def _initialize() -> None:
+def initialize() -> None:
+    """Install the shims and create the process groups, unless they are there."""
     install_cpu_shims()
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
