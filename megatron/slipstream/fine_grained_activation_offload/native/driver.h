@@ -1,20 +1,44 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// The device calls of a `Backend` that each group needs. `CudaDriver` calls the CUDA driver
-// directly; `PythonDriver` calls the backend's methods, so it works with any backend.
+// The device calls of a `Backend` that each group needs, and the signals and waits between streams.
+// `CudaDriver` calls the CUDA driver directly; `PythonDriver` calls the backend's methods, so it
+// works with any backend. Of the signals, `Waits` in copy_streams.py is the reference.
 
 #pragma once
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
+#include <chrono>
 #include <memory>
+#include <optional>
 #include <vector>
 
-#include "host_time.h"
-#include "python.h"
+#include "objects.h"
 
 namespace slipstream {
+
+// Host time by kind of call, for benchmarks, since these calls cannot be timed from Python.
+struct HostTime {
+  enum Kind { AUTOGRAD, DRIVER };
+
+  static inline bool is_taken = false;
+  // In callbacks from autograd, and in calls to the device's driver and allocator.
+  static inline int64_t nanoseconds[2] = {0, 0};
+
+  explicit HostTime(Kind kind) : kind(kind) {
+    if (is_taken) begin = std::chrono::steady_clock::now();
+  }
+
+  ~HostTime() {
+    if (!is_taken) return;
+    const auto passed = std::chrono::steady_clock::now() - begin;
+    nanoseconds[kind] += std::chrono::duration_cast<std::chrono::nanoseconds>(passed).count();
+  }
+
+  const Kind kind;
+  std::chrono::steady_clock::time_point begin;
+};
 
 // A stream that the engine uses. Streams are numbered in order of first use.
 struct Stream {
@@ -317,5 +341,84 @@ inline std::unique_ptr<Driver> make_driver(const py::object& backend, Edge left_
   }
   return make_driver_of<PythonDriver>(backend, left_out);
 }
+
+// A point in a stream that other streams can wait for.
+struct Signal {
+  Event event;
+  // Never freed, so that copying a signal need not count references.
+  PyObject* stream_id;
+  int stream;
+  int64_t position;
+  int64_t graph;
+};
+
+class Waits {
+ public:
+  explicit Waits(const py::object& backend) : driver(make_driver(backend, left_out)) {}
+
+  // The edge whose waits are left out from now on; set by mutation tests.
+  static inline Edge left_out = Edge::NONE;
+
+  template <typename Visit>
+  void references(const Visit& visit) {
+    driver->references(visit);
+  }
+
+  std::unique_ptr<Driver> driver;
+  // The graph being captured; 0 if none.
+  int64_t graph = 0;
+  bool is_timed = false;
+
+  // Whether nothing needs the Python path: no timing and no graph capture.
+  bool is_plain() const { return graph == 0 && !is_timed; }
+
+  Signal record(int stream) { return signal(driver->record(stream), stream); }
+
+  Signal signal(Event event, int stream) {
+    return {std::move(event), driver->stream(stream).id.ptr(), stream, next_position_++, graph};
+  }
+
+  // Returns whether `stream` must wait for `signal`; if so, records the wait.
+  bool is_due(int stream, const Signal& signal) {
+    if (signal.graph != graph) return false;
+    const size_t pair = static_cast<size_t>(stream) * kMaxStreams + signal.stream;
+    if (stream >= kMaxStreams || signal.stream >= kMaxStreams) return true;
+    if (waited_.size() <= pair) waited_.resize(pair + 1, 0);
+    if (waited_[pair] >= signal.position) return false;
+    waited_[pair] = signal.position;
+    return true;
+  }
+
+  void wait(Edge edge, int stream, Signal& signal) {
+    if (!is_due(stream, signal)) return;
+    try {
+      driver->wait(edge, stream, signal.event);
+    } catch (...) {
+      forget();  // It may not have been issued.
+      throw;
+    }
+  }
+
+  // Adds `signal`, keeping only the latest signal of each stream and graph.
+  static void add_latest(std::vector<Signal>& latest, const Signal& signal) {
+    for (auto& known : latest) {
+      if (known.stream == signal.stream && known.graph == signal.graph) {
+        if (known.position < signal.position) known = signal;
+        return;
+      }
+    }
+    latest.push_back(signal);
+  }
+
+  void forget() { waited_.assign(waited_.size(), 0); }
+
+ private:
+  static constexpr int kMaxStreams = 64;
+
+  int64_t next_position_ = 1;
+  // The latest position waited for, by waiting and signaling stream: [Note: A wait covers what came
+  // before].
+  std::vector<int64_t> waited_;
+};
 
 }  // namespace slipstream

@@ -1,10 +1,10 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// One group of saved storages: `OffloadTensorGroup` in group.py is the reference.
+// One group of saved storages, and the groups of one pass: `OffloadTensorGroup` in group.py and
+// `ChunkOffloadHandler` in chunk.py are the reference.
 
 #pragma once
 
-#include "plain_object.h"
 #include "storage.h"
 
 namespace slipstream {
@@ -17,15 +17,6 @@ struct Place {
 
 class Group : public std::enable_shared_from_this<Group>, Alive<Group> {
  public:
-  Group(py::object label, int64_t min_numel)
-      : serial(next_serial_++), min_numel(min_numel), label_(std::move(label)) {
-    const auto fields = py::reinterpret_borrow<py::tuple>(label_);
-    const auto key = py::reinterpret_borrow<py::tuple>(py::object(fields[0]));
-    chunk_pass = key[0].cast<int64_t>();
-    index = key[1].cast<int64_t>();
-    name = fields[1];
-  }
-
   Group(int64_t chunk_pass, int64_t index, py::object name, int64_t layer, int64_t micro_batch,
         int64_t vp_stage, int64_t min_numel)
       : serial(next_serial_++),
@@ -39,8 +30,8 @@ class Group : public std::enable_shared_from_this<Group>, Alive<Group> {
 
   const int64_t serial;
   // The group's key: its pass and its position in the pass.
-  int64_t chunk_pass, index;
-  py::object name;
+  const int64_t chunk_pass, index;
+  const py::object name;
   GroupState state = GroupState::OPEN;
   int64_t min_numel;
   bool is_read_first = false;
@@ -117,7 +108,7 @@ class Group : public std::enable_shared_from_this<Group>, Alive<Group> {
 
  private:
   py::object label_;
-  int64_t layer_ = 0, micro_batch_ = 0, vp_stage_ = 0;
+  const int64_t layer_, micro_batch_, vp_stage_;
   static inline int64_t next_serial_ = 0;
 };
 
@@ -138,5 +129,100 @@ struct SavedTensor {
   }
 };
 using SavedTensorObject = PlainObject<SavedTensor>;
+
+// Groups of earlier iterations. Each new group frees one, so that they are not all freed at the end
+// of an iteration.
+using SpentGroups = std::vector<std::shared_ptr<Group>>;
+
+class Pass : Alive<Pass> {
+ public:
+  Pass(int64_t index, int64_t vp_stage, int64_t min_numel, int64_t micro_batch,
+       std::shared_ptr<SpentGroups> spent)
+      : index(index),
+        vp_stage(vp_stage),
+        min_numel(min_numel),
+        micro_batch(micro_batch),
+        spent_(std::move(spent)) {}
+  Pass(const Pass&) = delete;
+
+  ~Pass() { std::move(groups.begin(), groups.end(), std::back_inserter(*spent_)); }
+
+  const int64_t index, vp_stage, min_numel, micro_batch;
+  py::object given_up_by = py::tuple();
+  int64_t num_outputs = 0;
+  std::vector<std::shared_ptr<Group>> groups;
+
+  std::shared_ptr<Group> open_group(const py::object& name) {
+    if (!spent_->empty()) spent_->pop_back();
+    auto group = std::make_shared<Group>(index, static_cast<int64_t>(groups.size()), name,
+                                         next_layer(name), micro_batch, vp_stage, min_numel);
+    is_over_ = false;
+    groups.push_back(group);
+    return group;
+  }
+
+  // Returns the group at a position in the order of starts; null if it has not started.
+  std::shared_ptr<Group> find(int64_t place) const {
+    return 0 <= place && place < static_cast<int64_t>(groups.size()) ? groups[place] : nullptr;
+  }
+
+  // Commits and returns the innermost open group of that name; null if there is none.
+  std::shared_ptr<Group> commit_group(const py::object& name) {
+    for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
+      if ((*group)->state == GroupState::OPEN && is_same((*group)->name, name)) {
+        (*group)->move_to(GroupState::COMMITTED);
+        committed_.push_back((*group)->index);
+        return *group;
+      }
+    }
+    return nullptr;
+  }
+
+  // Returns the `depth` groups that backward most likely reaches right after `group`, or first if
+  // `group` is null.
+  py::list used_before(const std::shared_ptr<Group>& group, int64_t depth) const {
+    const int64_t last = group ? group->index : -1;
+    auto place = std::find(committed_.begin(), committed_.end(), last) - committed_.begin();
+    py::list before;
+    while (place > 0 && depth-- > 0) before.append(groups[committed_[--place]]);
+    return before;
+  }
+
+  bool lacks_backward() {
+    if (is_over_) return false;
+    bool is_over = !groups.empty(), has_saved = false;
+    for (const auto& group : groups) {
+      if (group->is_silent) continue;
+      if (group->state == GroupState::OPEN || group->state == GroupState::COMMITTED) {
+        is_over = false;
+        has_saved = has_saved || !group->held.empty();
+      }
+    }
+    is_over_ = is_over;
+    return has_saved;
+  }
+
+  bool awaits_backward() const {
+    return std::any_of(groups.begin(), groups.end(),
+                       [](const std::shared_ptr<Group>& group) { return group->is_alive(); });
+  }
+
+ private:
+  int64_t next_layer(const py::object& name) {
+    for (auto& [known, number] : num_layers_) {
+      if (is_same(known, name)) return number++;
+    }
+    num_layers_.emplace_back(name, 1);
+    return 0;
+  }
+
+  std::shared_ptr<SpentGroups> spent_;
+  // Positions of the groups, in the order of their commits.
+  std::vector<int64_t> committed_;
+  // Number of groups of each name.
+  std::vector<std::pair<py::object, int64_t>> num_layers_;
+  // Whether backward has reached all groups, after forward has ended.
+  bool is_over_ = false;
+};
 
 }  // namespace slipstream

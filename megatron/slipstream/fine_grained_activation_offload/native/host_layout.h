@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "waits.h"
+#include "driver.h"
 
 namespace slipstream {
 

@@ -2,8 +2,7 @@
 
 // Python bindings.
 
-#include "collected.h"
-#include "marks.h"
+#include "iteration.h"
 
 using namespace slipstream;
 
@@ -192,7 +191,6 @@ void bind_storage(py::module_& module) {
 
 void bind_group(py::module_& module) {
   py::class_<Group, std::shared_ptr<Group>>(module, "OffloadTensorGroup")
-      .def(py::init<py::object, int64_t>(), py::arg("label"), py::arg("min_numel") = 1)
       .def_readonly("serial", &Group::serial)
       .def_property_readonly("label", &Group::label)
       .def_property_readonly("key", &Group::key)

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <unordered_map>
 
-#include "alive.h"
 #include "host_layout.h"
 
 namespace slipstream {

@@ -8,12 +8,48 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "counters.h"
 #include "group.h"
-#include "host_time.h"
-#include "pass.h"
 
 namespace slipstream {
+
+// Counters of a module's groups. Python adds them to its `ModuleCounters` on request.
+struct Counters {
+  py::object name;
+  int64_t num_groups = 0, num_groups_moved = 0, d2h_copies = 0, d2h_bytes = 0, h2d_copies = 0,
+          h2d_bytes = 0, freed_bytes = 0, num_kept_for_host_memory = 0;
+
+  py::dict amounts() const {
+    using namespace py::literals;
+    return py::dict("num_groups"_a = num_groups, "num_groups_moved"_a = num_groups_moved,
+                    "d2h_copies"_a = d2h_copies, "d2h_bytes"_a = d2h_bytes,
+                    "h2d_copies"_a = h2d_copies, "h2d_bytes"_a = h2d_bytes,
+                    "freed_bytes"_a = freed_bytes,
+                    "num_kept_for_host_memory"_a = num_kept_for_host_memory);
+  }
+};
+
+class CountersByName {
+ public:
+  Counters& operator[](const py::object& name) {
+    for (auto& counters : all_) {
+      if (is_same(counters.name, name)) return counters;
+    }
+    all_.push_back({name});
+    return all_.back();
+  }
+
+  // Pairs of module name and amounts by counter name.
+  py::list items() const {
+    py::list items;
+    for (const auto& counters : all_) {
+      items.append(py::make_tuple(counters.name, counters.amounts()));
+    }
+    return items;
+  }
+
+ private:
+  std::vector<Counters> all_;
+};
 
 // Returns the tensor that autograd keeps for one that stays. An output that its own operation saves
 // must be detached, since otherwise it and its graph would keep each other alive.

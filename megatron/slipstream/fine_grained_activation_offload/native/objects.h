@@ -1,15 +1,64 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// Python objects created through CPython's own API. Creating one through pybind11, which registers
-// it in a table by its C++ pointer, takes as long as all other work for a saved tensor.
+// Objects of C++ classes in Python: how they are created, counted, and freed.
 
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
 
+#include <cstdint>
+#include <utility>
+#include <vector>
+
 #include "python.h"
 
 namespace slipstream {
+
+// Counts the objects of a class, so that tests see those that are never freed.
+template <typename T>
+class Alive {
+ public:
+  Alive() { ++number_; }
+  Alive(const Alive&) = delete;
+  ~Alive() { --number_; }
+
+  static int64_t number() { return number_; }
+
+ private:
+  static inline int64_t number_ = 0;
+};
+
+// Makes the objects of a class visible to Python's garbage collector. Without it a reference cycle
+// through a C++ object is never freed: the backend that a store holds refers to the models, and
+// these to the engine that holds the store. `T::references(visit)` calls `visit` with each Python
+// reference that belongs to this object alone.
+template <typename T>
+py::custom_type_setup collected() {
+  return py::custom_type_setup([](PyHeapTypeObject* heap_type) {
+    PyTypeObject& type = heap_type->ht_type;
+    type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+      Py_VISIT(Py_TYPE(self));
+      int result = 0;
+      if (T* object = constructed<T>(self)) {
+        object->references([&](py::object& reference) {
+          if (result == 0 && reference) result = visit(reference.ptr(), arg);
+        });
+      }
+      return result;
+    };
+    type.tp_clear = [](PyObject* self) {
+      // Freed only after all are replaced: freeing them runs other code.
+      std::vector<py::object> cleared;
+      if (T* object = constructed<T>(self)) {
+        object->references([&](py::object& reference) {
+          cleared.push_back(std::exchange(reference, py::none()));
+        });
+      }
+      return 0;
+    };
+  });
+}
 
 // Runs `function`, which returns a new reference. Sets exceptions as Python's, and returns null.
 template <typename Function>
@@ -24,6 +73,8 @@ PyObject* guarded(const Function& function) {
   END_HANDLE_TH_ERRORS
 }
 
+// A Python object created through CPython's own API. Creating one through pybind11, which registers
+// it in a table by its C++ pointer, takes as long as all other work for a saved tensor.
 template <typename Fields>
 class PlainObject {
  public:
