@@ -12,7 +12,6 @@ from megatron.slipstream.fine_grained_activation_offload.engine_setup import mak
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.native_store import make_store
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
-from megatron.slipstream.fine_grained_activation_offload.storage import GroupLabel
 from megatron.slipstream.plan.trace import GroupKey
 
 LAZY_NATIVE = "cpu-lazy, native"
@@ -34,13 +33,12 @@ class HandDriven:
         self.recorder = Recorder(self.backend)
         self.recorder.reads_memory = not is_native  # reading memory disables the hooks in C++
         self.store = make_store(self.backend, self.recorder, is_native)
-        self._num_groups = 0
+        self._pass = self.store.make_pass(0, 0, 1, 0)
         self.groups: dict[GroupKey, OffloadTensorGroup] = {}
 
     def group(self, name: str = "group") -> OffloadTensorGroup:
         """A new group."""
-        group = self.store.make_group(GroupLabel(GroupKey(0, self._num_groups), name), 1)
-        self._num_groups += 1
+        group = self._pass.open_group(name)
         self.groups[group.key] = group
         return group
 

@@ -9,10 +9,10 @@ from typing import Any, Optional
 
 import torch
 from hand_driven import is_native_run
+from marked_group import offload_group
 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.engine_setup import make_backend
-from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.candidates import PolicyOptions
 

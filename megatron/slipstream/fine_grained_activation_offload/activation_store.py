@@ -35,7 +35,6 @@ from megatron.slipstream.fine_grained_activation_offload.markers import mark
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import (
-    GroupLabel,
     Residence,
     SavedStorage,
     is_dense,
@@ -229,11 +228,7 @@ class ActivationStore:
     def _add_counts(self) -> None:
         """Add the counts from C++ to :attr:`modules`."""
 
-    # Groups and passes.
-
-    def make_group(self, label: GroupLabel, min_numel: int = 1) -> OffloadTensorGroup:
-        """Create a group; ``min_numel`` is the minimum number of elements of a moving tensor."""
-        return OffloadTensorGroup(label, min_numel)
+    # Passes.
 
     def make_pass(
         self, index: int, vp_stage: int, min_numel: int, micro_batch: int
@@ -272,17 +267,13 @@ class ActivationStore:
         Returns:
             The pack hook and the unpack hook.
         """
-        return partial(self.save, group), reader.read
+        return partial(self.pack, group), reader.read
 
     def is_own_hook(self, pack: Any) -> bool:
         """Return whether this is an engine's pack hook."""
-        return getattr(getattr(pack, "func", None), "__func__", None) is ActivationStore.save
+        return getattr(getattr(pack, "func", None), "__func__", None) is ActivationStore.pack
 
     def pack(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
-        """Autograd's pack hook: :meth:`save`."""
-        return self.save(group, tensor)
-
-    def save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
         """Pack ``tensor``, saved in a region of ``group``. Return what autograd keeps instead."""
         if type(tensor) is not torch.Tensor:
             # Subclasses (parameters, quantised and distributed tensors) hold memory that they do

@@ -29,15 +29,6 @@ class GroupOwner(Protocol):
     def use_group(self, group: OffloadTensorGroup) -> None: ...
 
 
-class MarkedManager(GroupOwner, Protocol):
-    """The part of the manager's interface that marks use."""
-
-    def pop_forward_chunk(self, name: str) -> None: ...
-    def end_on(self, tensor: torch.Tensor, name: str) -> torch.Tensor: ...
-    def __enter__(self) -> Any: ...
-    def __exit__(self, *exception: object) -> None: ...
-
-
 class CommitMark:
     """Marks a group's end: forward has saved everything; backward needs it from here on."""
 
@@ -127,29 +118,3 @@ def run_checkpoint(engine: Any, run: Callable[[], Any]) -> Any:
     # Recomputation reads first].
     engine.commit_group(CHECKPOINT_INPUTS)
     return output
-
-
-class offload_group:
-    """Context manager that groups the operations inside it, for models outside megatron-core.
-
-    Example:
-        with offload_group(manager, "mlp") as group:
-            y = mlp(x)
-        y = group.commit(y)
-    """
-
-    def __init__(self, manager: MarkedManager, name: str) -> None:
-        self._manager = manager
-        self._name = name
-
-    def __enter__(self) -> offload_group:
-        self._manager.pop_forward_chunk(self._name)
-        self._manager.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._manager.__exit__(*exception)
-
-    def commit(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Mark the end of the group on one of its outputs. Return the output unchanged."""
-        return self._manager.end_on(tensor, self._name)

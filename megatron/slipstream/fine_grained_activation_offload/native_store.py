@@ -25,7 +25,7 @@ from megatron.slipstream.fine_grained_activation_offload.counted_modules import 
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
-from megatron.slipstream.fine_grained_activation_offload.storage import GroupLabel, SavedStorage
+from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.plan.actions import Action, ActionKind, Plan
 from megatron.slipstream.plan.trace import Step, StepKind
 
@@ -94,12 +94,7 @@ class NativeStore(ActivationStore):
     def _add_counts(self) -> None:
         add_counters(self.native.take_counters(), self._context.modules)
 
-    # Groups and passes.
-
-    def make_group(self, label: GroupLabel, min_numel: int = 1) -> OffloadTensorGroup:
-        """Create a group; ``min_numel`` is the minimum number of elements of a moving tensor."""
-        group: OffloadTensorGroup = self._module.OffloadTensorGroup(label, min_numel)
-        return group
+    # Passes.
 
     def make_pass(
         self, index: int, vp_stage: int, min_numel: int, micro_batch: int

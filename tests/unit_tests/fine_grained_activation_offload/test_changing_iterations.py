@@ -12,11 +12,11 @@ import pytest
 import torch
 from hand_driven import LAZY_NATIVE
 from host_bound import Engine, HostBound, train
+from marked_group import offload_group
 from timed_backend import TimedBackend
 from toy_model import make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
-from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.fine_grained_activation_offload.plan_cache import (
     MAX_PLANS,
     Phase,

@@ -11,9 +11,9 @@ from typing import Any, Optional
 import pytest
 import torch
 from hand_driven import LAZY_NATIVE, HandDriven
+from marked_group import offload_group
 from toy_model import make_manager
 
-from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.trace import StepKind

@@ -10,6 +10,7 @@ import logging
 import pytest
 import torch
 from hand_driven import LAZY_NATIVE
+from marked_group import offload_group
 from torch.utils.checkpoint import checkpoint
 from toy_model import (
     SCHEDULES,
@@ -27,7 +28,6 @@ from megatron.slipstream.fine_grained_activation_offload.counted_modules import 
 )
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE, GraphId
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
-from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.trace import StepKind

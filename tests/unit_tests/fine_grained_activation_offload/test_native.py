@@ -17,18 +17,17 @@ from typing import Any
 import pytest
 import torch
 from hand_driven import LAZY_NATIVE
+from marked_group import offload_group
 from torch.utils.checkpoint import checkpoint
 from toy_model import SCHEDULES, WIDTH, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Copy, nbytes_of
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
-from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.fine_grained_activation_offload.native_store import make_store
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.regions import RegionFlag, Regions
-from megatron.slipstream.fine_grained_activation_offload.storage import GroupLabel
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan import selection
 from megatron.slipstream.plan.actions import ActionKind
@@ -543,7 +542,7 @@ def test_suspended_marks_do_nothing_in_the_middle_of_an_iteration() -> None:
 def test_the_backend_says_what_it_manages() -> None:
     backend = Log()
     store = make_store(backend, Recorder(backend), is_native=True)
-    group = store.make_group(GroupLabel(GroupKey(0, 0), "mlp"), 1)
+    group = store.make_pass(0, 0, 1, 0).open_group("mlp")
     elsewhere = torch.empty(4, device="meta")
     assert store.pack(group, elsewhere) is elsewhere
     assert texts_of(group.kinds_staying) == (Staying.ELSEWHERE.text,)

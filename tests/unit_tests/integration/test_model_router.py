@@ -433,7 +433,7 @@ def test_a_model_that_is_gone_gives_its_engine_back(router: Any) -> None:
 
 def test_an_iteration_of_passes_that_no_call_began_ends_with_its_schedule(router: Any) -> None:
     """Megatron's overlapped schedules run the layers of a chunk one by one."""
-    from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
+    from marked_group import offload_group
 
     manager = router.default
 

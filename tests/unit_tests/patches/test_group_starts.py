@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from marked_group import offload_group
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 from toy_model import make_manager
 
-from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 
