@@ -132,6 +132,23 @@ class _Graph:
         flat, self.returned = tree_flatten(outputs)
         return tuple(flat)
 
+    def gradients(self, outputs: Sequence[torch.Tensor], grads: Sequence[Any]) -> list[Any]:
+        """Of the static input and the parameters, by ``backward()`` as in Transformer Engine."""
+        from megatron.core.transformer import cuda_graphs
+
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+        inputs = [self.hidden, *self.parameters]
+        before = [item.grad for item in inputs]
+        for item in inputs:
+            item.grad = None
+        # Hooks of data parallelism do nothing during a capture.
+        with patch.object(cuda_graphs, "_IS_GRAPH_CAPTURING", True):
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        found = [item.grad for item in inputs]
+        for item, grad in zip(inputs, before, strict=True):
+            item.grad = grad
+        return found
+
 
 @contextlib.contextmanager
 def _nothing_moves() -> Iterator[None]:
@@ -158,11 +175,5 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         graph = ctx.graph
         outputs, graph.taped = graph.taped, None
-        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
-        found = torch.autograd.grad(
-            [output for output, _ in pairs],
-            [graph.hidden, *graph.parameters],
-            [grad for _, grad in pairs],
-            allow_unused=True,
-        )
+        found = graph.gradients(outputs, grads)
         return (None, found[0], *(None for _ in graph.kwargs), *found[1:])

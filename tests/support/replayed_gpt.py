@@ -537,6 +537,10 @@ class Training:
         step += 1000 * forward_only
         return run_step(self.case, self.config, self.chunks, step, item, forward_only=forward_only)
 
+    def update(self) -> None:
+        """Change weights after an iteration."""
+        update(self.chunks)
+
     def run(self, steps: Sequence[Any]) -> list[list[torch.Tensor]]:
         """Run iterations. Returns the losses, gradients and state of each."""
         return [self.iterate(step, item) for step, item in enumerate(steps)]
@@ -552,7 +556,8 @@ class Training:
         for chunk in self.chunks:
             chunk.finish_grad_sync()
         result += gradients_and_state(self.chunks)
-        update(self.chunks)
+        self.update()
+        forget_counts(self.chunks)
         if step % self.evaluates_every == 1:
             with torch.no_grad():
                 result += self.passes(step, item, forward_only=True)
@@ -607,14 +612,19 @@ def expert_metrics() -> list[torch.Tensor]:
 
 @torch.no_grad()
 def update(chunks: Sequence[torch.nn.Module]) -> None:
-    """Replaces an optimizer, and the resets that follow it: of routers' counts, and of metrics."""
+    """Replaces an optimizer."""
     for chunk in chunks:
-        for module in chunk.modules():
-            if getattr(module, "local_tokens_per_expert", None) is not None:
-                module.local_tokens_per_expert.zero_()
         for parameter in chunk.parameters():
             gradient: Any = getattr(parameter, "main_grad", None)
             if gradient is not None:
                 parameter.sub_(0.1 * gradient.to(parameter.dtype))
+
+
+def forget_counts(chunks: Sequence[torch.nn.Module]) -> None:
+    """Reset the counts of routers and metrics, as training does after an iteration."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if getattr(module, "local_tokens_per_expert", None) is not None:
+                module.local_tokens_per_expert.zero_()
     for values in expert_metrics():
         values.zero_()

@@ -21,11 +21,11 @@ from tools.upstream.anchors import (
     Edit,
     MovedError,
     Source,
+    around_call,
     at_end,
     at_start,
     before_call,
     decorate,
-    instead_of_call,
     new_body,
     override,
 )
@@ -142,7 +142,9 @@ from {ENGINE}.marks import tell_discard
 tell_discard(self)
 """
 _FORGET = f"""\
-elif getattr(self, "ckpt_manager", None) is None:
+elif getattr(self, "ckpt_manager", None) is None and not any(
+    output.requires_grad for output in self.outputs
+):
     # Without gradients nothing is recomputed.
     from {ENGINE}.marks import forget_recomputation
 
@@ -190,8 +192,7 @@ def _grouping(_: Path, patch: Patch) -> Edit:
     if not patch.target.startswith("megatron."):
         path = "megatron/core/extensions/transformer_engine.py"
         return Edit(path, "te_checkpoint", _group_of_te, patch.reason)
-    apply = "CheckpointFunction.apply"
-    change = instead_of_call(apply, f"run_in_a_group({apply})", _GROUP)
+    change = around_call("CheckpointFunction.apply", "run_in_a_group", _GROUP)
     return Edit("megatron/core/tensor_parallel/random.py", "checkpoint", change, patch.reason)
 
 

@@ -94,7 +94,11 @@ def end_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def end(checkpoint: Any, hook_tensor: torch.Tensor) -> None:
         discard(checkpoint, hook_tensor)
-        if not hook_tensor.requires_grad and getattr(checkpoint, "ckpt_manager", None) is None:
+        # Not by the hook's tensor: a captured layer ends it on each of its outputs, some of which
+        # get no gradient.
+        if any(output.requires_grad for output in checkpoint.outputs or ()):
+            return
+        if getattr(checkpoint, "ckpt_manager", None) is None:
             forget_recomputation(checkpoint)
 
     return end

@@ -106,10 +106,8 @@ def in_layer_graphs(
         model = build(graphed, DENSE_MODULES)
         config, chunks = model
         options = layers_of(chunks)
-        chosen: Assignment = (MLP, NOTHING, MLP)
-        if use_gpu():  # An imitated graph cannot recompute inside.
-            chosen = (options[0].settings[0], NOTHING, options[0].settings[0])
-            assert chosen[0] != NOTHING
+        chosen: Assignment = (options[0].settings[0], NOTHING, options[0].settings[0])
+        assert chosen[0] != NOTHING
         torch.manual_seed(11)
         actual = []
         for step in range(NUM_ITERATIONS):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -31,14 +32,16 @@ def test_the_engine_hears_of_each_output_and_evaluations_keep_no_inputs(
         "before_discard",
         lambda tensor: heard.append(tensor.untyped_storage().nbytes()),
     )
-    outputs, ctx = (torch.ones(3), torch.ones(5)), object()
+    ones = partial(torch.ones, requires_grad=is_trained)
+    outputs, ctx = (ones(3) * 2, ones(5) * 2), object()
     checkpoint: Any = CheckpointWithoutOutput()
     checkpoint.outputs, checkpoint.ctx = outputs, ctx
     table.apply(Feature.ENGINE)
     try:
         with patch.object(mcore_offload.PipelineOffloadManager, "OFFLOAD_MGR", manager):
-            hook_tensor = torch.ones(1, requires_grad=is_trained) * 2
-            checkpoint.discard_output_and_register_recompute(hook_tensor)
+            if is_trained:  # A captured layer ends it on each output, with or without a gradient.
+                checkpoint.discard_output_and_register_recompute(torch.ones(1))
+            checkpoint.discard_output_and_register_recompute(ones(1) * 2)
     finally:
         table.undo(Feature.ENGINE)
     assert heard[:2] == [12, 20], "then, from 0.20 on, by the method that discards"
