@@ -8,11 +8,14 @@ reason. Reasons appear in the report, so they are written for its readers.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
 from megatron.slipstream.plan.trace import (
+    OUTPUT_LAYER,
     GroupKey,
     GroupTrace,
     StepKind,
@@ -59,9 +62,6 @@ class PolicyOptions:
 
 Kept = dict[GroupKey, str]
 
-BEFORE_ALL_LAYERS = "embedding"
-"""The module of which a pass has one group, with all layers between its forward and backward."""
-
 BACKWARD_FOLLOWS = "its backward follows before another layer hides the copies"
 NEVER_USED = "backward never asks for it"
 FRACTION = "activation_offload_fraction keeps it"
@@ -82,23 +82,64 @@ NOT_NEEDED_FOR_TARGET = "the limit on the device peak keeps it: the peak fits wi
 
 
 def keep_where_backward_follows(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
-    """Keep a group if the next mark of its name after its commit is its own use in backward.
+    """Keep a group if no layer runs between its commit and its own use in backward.
 
-    Then no other group of that name runs in between, so no layer's computation can hide the two
-    copies. In any pipeline schedule, this is the last layer before backward.
+    Then no layer's computation can hide the two copies. In any pipeline schedule, this is the last
+    layer before backward: :class:`_Starts` says how a trace, which names no layers, shows it.
     """
     kept: Kept = {}
     wanted = set(moving)
-    last_commit: dict[str, GroupKey] = {}
+    starts: dict[int, _Starts] = {}
+    num_starts = 0
+    last_commit: dict[str, tuple[GroupKey, int, int]] = {}
     for step in trace.steps:
-        if step.kind is StepKind.FORWARD_COMMIT:
-            last_commit[step.name] = step.key
+        of_pass = starts.setdefault(step.key.chunk_pass, _Starts())
+        if step.kind is StepKind.FORWARD_START:
+            num_starts += of_pass.add(step.name)
+        elif step.kind is StepKind.FORWARD_COMMIT:
+            last_commit[step.name] = step.key, len(of_pass.names), num_starts
         elif step.kind is StepKind.BACKWARD_USE:
-            is_last = last_commit.get(step.name) == step.key and step.name != BEFORE_ALL_LAYERS
-            if is_last and step.key in wanted:
+            key, since, since_all = last_commit.pop(step.name, (None, 0, 0))
+            if key != step.key or key not in wanted:
+                continue
+            of_others = num_starts - since_all > len(of_pass.names) - since
+            if not of_others and not of_pass.show_a_layer(step.name, since):
                 kept[step.key] = BACKWARD_FOLLOWS
-            last_commit.pop(step.name, None)
     return kept
+
+
+class _Starts:
+    """The groups of a pass in the order of their starts: they show whether a layer has run.
+
+    A trace names no layers. Where a name occurs once in a pass, another one that occurs before it
+    and after it shows a layer after it; elsewhere one that occurs after the last of a name more
+    often than once, and than between two of them. Groups of a name in a row are one; those of the
+    output layer come after all layers.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def add(self, name: str) -> bool:
+        """Add a group that starts; return whether it counts."""
+        counts = name != OUTPUT_LAYER and self.names[-1:] != [name]
+        if counts:
+            self.names.append(name)
+        return counts
+
+    def show_a_layer(self, name: str, since: int) -> bool:
+        """Return whether a layer has run since the last group of a name.
+
+        Args:
+            name: The name.
+            since: The number of names when that group had committed.
+        """
+        places = [place for place, other in enumerate(self.names[:since]) if other == name]
+        after = Counter(self.names[since:])
+        if len(places) == 1 and after.keys() & {*self.names[: places[0]]}:
+            return True
+        gaps = [Counter(self.names[i:j]) for i, j in itertools.pairwise(places)]
+        return any(count > max([1, *(gap[n] for gap in gaps)]) for n, count in after.items())
 
 
 def keep_unused(trace: Trace, moving: Sequence[GroupKey]) -> Kept:

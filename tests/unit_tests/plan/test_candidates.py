@@ -118,6 +118,38 @@ def test_a_module_of_an_early_layer_only_stays_too() -> None:
     assert set(keep_where_backward_follows(trace, all_keys(trace))) == keys(0, {0, 1, 2})
 
 
+QKV, MLP, SCAN = ("qkv_linear", "core_attn"), ("mlp_fc1", "mlp_act"), ("in_proj", "scan")
+
+
+@pytest.mark.parametrize(
+    "pattern, staying",
+    {
+        "*-M*-": "*-",
+        "M*-*-": "*-",
+        "MM*-*-": "*-",
+        "*-*M-": "*-",
+        "*-*-M": "*-M",
+        "M*M*": "M*",
+        "-*-": "-",
+        "*-*E*E": "*E",
+        "*-*E": "*E",
+        "*": "*",
+    }.items(),
+)
+def test_what_only_one_kind_of_layers_has_moves_if_others_follow(
+    pattern: str, staying: str
+) -> None:
+    """Letters as in a hybrid pattern; a layer after it, of whichever kind, hides the copies."""
+    of = {"*": QKV, "-": MLP, "M": SCAN, "E": ("expert_fc1", "moe_act")}
+    names = tuple(itertools.chain.from_iterable(of[letter] for letter in pattern))
+    trace = one_pass(Model(num_layers=1, modules=names))
+    kept = keep_where_backward_follows(trace, all_keys(trace))
+    groups = itertools.chain.from_iterable(
+        range(2 * pattern.rindex(letter), 2 * pattern.rindex(letter) + 2) for letter in staying
+    )
+    assert set(kept) == keys(0, set(groups))
+
+
 def test_only_groups_that_still_move_are_kept() -> None:
     trace = one_pass(Model(num_layers=2))
     assert keep_where_backward_follows(trace, [GroupKey(0, 0)]) == {}
