@@ -76,8 +76,8 @@ def _show(series: Iterator[Made]) -> None:
         for path, name, lines, why in made.edits:
             edited += lines
             print(f"   {lines:3} in {path}, {name}: {why}")
-        for line in made.lacking:
-            print(f"   left out: {line}")
+        if made.left_out:
+            print(f"   left out: {made.left_out}")
     print(f"{edited} lines in files of Megatron; not in the series yet: {', '.join(NOT_YET)}")
     if edited > MAX_EDITED_LINES:
         raise RuntimeError(f"the series edits more than {MAX_EDITED_LINES} lines in place")

@@ -249,14 +249,14 @@ def before_call(callee: str, code: str, *uses: str) -> Change:
     return change
 
 
-def around_call(callee: str, wrapper: str, code: str = "") -> Change:
-    """Call ``wrapper(callee)`` where a function calls ``callee``, with code before."""
+def instead_of_call(callee: str, other: str, code: str = "") -> Change:
+    """Call ``other`` where a function calls ``callee``, with code before."""
 
     def change(source: Source, name: str) -> None:
         call = source.calling(name, callee)
-        text = ast.get_source_segment(source.text, call)
-        assert text is not None
-        source.replace(call, call, f"{code}{text.replace(callee, f'{wrapper}({callee})', 1)}\n")
+        lines = source.text.splitlines()[call.lineno - 1 : call.end_lineno]
+        text = textwrap.dedent("\n".join(lines)).replace(callee, other, 1)
+        source.replace(call, call, f"{code}{text}\n")
 
     return change
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import Patch
 from tools.upstream.anchors import Edit
-from tools.upstream.fields import budget_edits, field_edits
+from tools.upstream.fields import budget_edits, expert_edits, field_edits
 from tools.upstream.graph_edits import layer_graph_edits
 from tools.upstream.modules import ENGINE_FOLDERS, modules_in
 
@@ -35,8 +35,8 @@ class Commit:
     """Modules of this package that its tests need."""
     edits: Callable[[Path], list[Edit]] = field(default=lambda root: [])
     """More edits."""
-    lacking: dict[str, str] = field(default_factory=dict)
-    """By version: what is left out on that branch."""
+    since: tuple[str, str] = ("", "")
+    """The first version that can have it, and what earlier ones lack."""
     name: str = ""
     """For lines of files of ``new`` that are not there before it, or with it."""
 
@@ -130,12 +130,22 @@ COMMITS = (
         edits=budget_edits,
         helpers=("integration.cpu.cpu_memory",),
     ),
+    Commit(
+        "Sync-free experts: the host waits for no number of tokens",
+        "moe_sync_free_experts keeps the number of tokens of each expert on the device: dropless\n"
+        "experts on torch's grouped GEMM, with the losses, gradients and checkpoints of others.",
+        modules=(
+            *modules_in("experts"),
+            *("integration.experts.sync_free_experts", "options.experts"),
+        ),
+        new=("test_sync_free_experts.py",),
+        edits=expert_edits,
+    ),
 )
 
 NOT_YET = (
     "packed sequences",
     "chunk graphs",
-    "sync-free experts",
     "dynamic context parallelism",
 )
 """Commits that would follow."""

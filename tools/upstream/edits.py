@@ -21,11 +21,11 @@ from tools.upstream.anchors import (
     Edit,
     MovedError,
     Source,
-    around_call,
     at_end,
     at_start,
     before_call,
     decorate,
+    instead_of_call,
     new_body,
     override,
 )
@@ -192,7 +192,8 @@ def _grouping(_: Path, patch: Patch) -> Edit:
     if not patch.target.startswith("megatron."):
         path = "megatron/core/extensions/transformer_engine.py"
         return Edit(path, "te_checkpoint", _group_of_te, patch.reason)
-    change = around_call("CheckpointFunction.apply", "run_in_a_group", _GROUP)
+    apply = "CheckpointFunction.apply"
+    change = instead_of_call(apply, f"run_in_a_group({apply})", _GROUP)
     return Edit("megatron/core/tensor_parallel/random.py", "checkpoint", change, patch.reason)
 
 

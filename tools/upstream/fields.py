@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.upstream.anchors import Change, Edit, Source, at_end
-from tools.upstream.modules import ENGINE, source_of
+from tools.upstream.anchors import Change, Edit, Source, at_end, decorate, instead_of_call
+from tools.upstream.modules import ENGINE, EXPERTS, source_of
 
 CONFIG = "megatron/core/transformer/transformer_config.py"
 _CLASS = "TransformerConfig"
@@ -24,6 +25,7 @@ FIELDS = (
     "offload_nvtx_ranges",
 )
 """Settings that the engine alone supports, beside ``offload_engine``."""
+EXPERT_FIELDS = ("moe_sync_free_experts", "moe_sync_free_capacity_factor")
 BUDGET_FIELDS = ("activation_memory_budget", "offload_checkpoint_inputs")
 _NUMBER_OR_AUTO = """\
 float | Literal["auto"] | None = field(
@@ -56,6 +58,31 @@ if self.fine_grained_activation_offloading and self.offload_engine == "slipstrea
 
     select_at_first_call(self)
 """
+_MOE_LAYER = "megatron/core/transformer/moe/moe_layer.py"
+_EXPERT_CHECK = f"""\
+if self.moe_sync_free_experts or self.moe_sync_free_capacity_factor is not None:
+    # Imported here: the modules import the schedules, which import this one.
+    from {ENGINE}.rules import check_rules, require
+    from {EXPERTS}.option_rules import EXPERT_RULES
+
+    require(check_rules(EXPERT_RULES, self, has_grouped_gemm=True))
+"""
+_BUILD_EXPERTS = f"""\
+build_experts = self.submodules.experts
+if config.moe_sync_free_experts:
+    # Imported here: the module imports the schedules, which import this one.
+    from {EXPERTS} import layers
+
+    layers.check_experts(config, config.moe_sync_free_capacity_factor)
+    layers.use_sync_free_dispatch(self, pg_collection, config.moe_sync_free_capacity_factor)
+    build_experts = layers.SyncFreeGroupedMLP
+"""
+_EXPERT_LAYOUT = """\
+is_resharded = getattr(checkpoint_args, 'dist_ckpt_optim_fully_reshardable', False)
+if args.use_distributed_optimizer and not args.no_load_optim and not is_resharded:
+    # Its buckets have the weights of all experts as one parameter, or each.
+    _compare('moe_sync_free_experts', default=False)
+"""
 _BUDGET_CHECK = """\
 if self.activation_memory_budget is not None or self.offload_checkpoint_inputs:
     if not self.fine_grained_activation_offloading or self.offload_engine != "slipstream":
@@ -85,6 +112,31 @@ def budget_edits(root: Path) -> list[Edit]:
     ]
 
 
+def expert_edits(root: Path) -> list[Edit]:
+    """Return the edits of sync-free experts."""
+    fields = _behind("moe_permute_fusion", _fields(EXPERT_FIELDS))
+    build = "self.submodules.experts"
+    return [
+        Edit(CONFIG, _CLASS, fields, "fields of sync-free experts"),
+        Edit(CONFIG, _POST_INIT, at_end(_EXPERT_CHECK), "their checks"),
+        Edit(
+            *(_MOE_LAYER, "MoELayer.__init__"),
+            instead_of_call(build, "build_experts", _BUILD_EXPERTS),
+            "experts and dispatcher would read the numbers of tokens",
+        ),
+        Edit(
+            *(_MOE_LAYER, "MoELayer.forward", decorate("checks_capacity")),
+            "rows that find no room would be lost",
+            ((f"{EXPERTS}.capacity", "checks_capacity"),),
+        ),
+        Edit(
+            *("megatron/training/checkpointing.py", "check_checkpoint_args"),
+            at_end(_EXPERT_LAYOUT, "args", "checkpoint_args", "_compare"),
+            "the distributed optimizer's state of other experts would load in another order",
+        ),
+    ]
+
+
 def _behind(field: str, code: str) -> Change:
     """Add fields behind another one, which the class must have."""
 
@@ -106,15 +158,12 @@ def _behind(field: str, code: str) -> Change:
 
 
 def _fields(names: Sequence[str]) -> str:
-    """Return settings' fields and descriptions, from the class that has them here."""
+    """Return settings' fields and descriptions, from the classes that have them here."""
     text = source_of("options.fields").read_text()
-    config = next(
-        node
-        for node in ast.parse(text).body
-        if isinstance(node, ast.ClassDef) and node.name == "OffloadConfig"
-    )
+    classes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    pairs = (pair for one in classes for pair in itertools.pairwise(one.body))
     found = {}
-    for node, description in zip(config.body, config.body[1:], strict=False):
+    for node, description in pairs:
         if isinstance(node, ast.AnnAssign) and node.value is not None:
             name = ast.unparse(node.target)
             words = ast.get_source_segment(text, description) or ""

@@ -18,6 +18,7 @@ NEW_TEXT = Path(__file__).with_name("new")
 PACKAGE = "megatron.slipstream"
 PIPELINE = "megatron.core.pipeline_parallel"
 ENGINE = f"{PIPELINE}.offload_engine"
+EXPERTS = "megatron.core.transformer.moe.sync_free"
 TESTS = "tests/unit_tests/pipeline_parallel"
 SUPPORT = f"{TESTS}/offload_support"
 HEAD = (
@@ -29,11 +30,13 @@ ENGINE_FOLDERS = {"plan": f"{PIPELINE}.offload_plan", "fine_grained_activation_o
 FOLDERS = {
     **ENGINE_FOLDERS,
     "integration.budget": f"{ENGINE}.budget",
+    "experts": EXPERTS,
 }
 """Packages that move as a whole, and their names there."""
 MODULES = {
     "integration.graphs.goals": f"{ENGINE}.graph_goals",
     "integration.graphs.layer_copies": f"{ENGINE}.layer_copies",
+    "integration.experts.sync_free_experts": f"{EXPERTS}.layers",
     "integration.layers.layer_boundaries": f"{ENGINE}.budget.layer_boundaries",
     "integration.layers.layer_parts": f"{ENGINE}.budget.layer_parts",
     "integration.layers.layer_settings": f"{ENGINE}.budget.layer_settings",
@@ -46,6 +49,7 @@ MODULES = {
     "launcher": f"{ENGINE}.launcher",
     "options.budget": f"{ENGINE}.budget.budget_rules",
     "options.engine": f"{ENGINE}.option_rules",
+    "options.experts": f"{EXPERTS}.option_rules",
     "options.facts": f"{ENGINE}.facts",
     "options.fields": f"{ENGINE}.options",
     "options.host_memory": f"{ENGINE}.host_memory",
@@ -106,6 +110,7 @@ KEEP = {
 }
 """Of some modules only these definitions, with what they use."""
 DROP = {
+    "integration.experts.sync_free_experts": {"SyncFreeExpertsLayer", "with_sync_free_experts"},
     "fine_grained_activation_offload.report": {
         *("SCHEMA", "VERSION", "_File", "Report.to_json", "Report.from_json", "Report.save"),
     },

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.slipstream.patches.releases import is_within
 from tools.upstream import modules
 from tools.upstream.commits import COMMITS, Commit
 from tools.upstream.edits import edits_for, version_of
@@ -32,6 +33,7 @@ skip-magic-trailing-comma = true
 """
 """What black -S -C and isort do there."""
 TEST_PLACES = {
+    "test_sync_free_experts.py": "tests/unit_tests/transformer/moe",
     "test_rope_autotune.py": "tests/unit_tests/fusions",
     "test_padded_routing.py": "tests/unit_tests/transformer/moe",
     "test_host_syncs.py": "tests/unit_tests/transformer/moe",
@@ -49,8 +51,8 @@ class Made(NamedTuple):
     num_new_lines: int
     num_staying: int
     """Test files that cannot run there: they need what stays here."""
-    lacking: list[str]
-    """What is left out on this branch."""
+    left_out: str = ""
+    """Why it is no commit on this branch."""
 
 
 def make(root: Path, commits: Sequence[Commit] = COMMITS) -> Iterator[Made]:
@@ -68,6 +70,10 @@ def make(root: Path, commits: Sequence[Commit] = COMMITS) -> Iterator[Made]:
     landed: set[str] = set()
     made: set[str] = set()
     for commit in commits:
+        since, lack = commit.since
+        if not is_within(version, since, ""):
+            yield Made(commit.title, [], 0, 0, f"{version} lacks {lack}")
+            continue
         landed |= set(commit.modules)
         made.add(commit.name)
         files = [modules.landed(module) for module in commit.modules]
@@ -79,7 +85,6 @@ def make(root: Path, commits: Sequence[Commit] = COMMITS) -> Iterator[Made]:
             for file in helpers_of(modules.NEW_TEXT / name, frozenset(landed))
         ]
         files += [modules.landed(module) for module in commit.helpers]
-        lacking = [f"{version}: {commit.lacking[version]}"] if version in commit.lacking else []
         num_staying = 0
         for pattern in commit.tests:
             tests, left = shipped(pattern, frozenset(landed))
@@ -97,14 +102,12 @@ def make(root: Path, commits: Sequence[Commit] = COMMITS) -> Iterator[Made]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(file.text)
         _copy_native(root, commit)
-        body = [commit.title, "", commit.text]
-        if lacking:
-            body += ["", *(f"Left out: {line}" for line in lacking)]
         git(root, "add", "--all")
-        git(root, "commit", "--quiet", "--no-verify", "--message", "\n".join(body))
+        message = f"{commit.title}\n\n{commit.text}"
+        git(root, "commit", "--quiet", "--no-verify", "--message", message)
         num_new = sum(file.text.count("\n") for file in files)
         shown = [edit for edit in edits if edit[2]]
-        yield Made(commit.title, shown, num_new, num_staying, lacking)
+        yield Made(commit.title, shown, num_new, num_staying)
 
 
 def _new_files(name: str, made: frozenset[str]) -> list[Landed]:

@@ -156,3 +156,27 @@ class StepCheck:
 
 step_check = StepCheck()
 """The process-wide instance."""
+
+
+def checks_capacity(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the forward of a ``MoELayer``.
+
+    With sync-free experts on several expert-parallel ranks, the capacity is checked at the end of
+    each training step and of each evaluation pass.
+    """
+
+    @functools.wraps(run)
+    def forward(layer: Any, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        dispatcher = layer.token_dispatcher
+        use: Optional[LayerCapacity] = getattr(dispatcher, "capacity_use", None)
+        if use is None or dispatcher.ep_size == 1:
+            return run(layer, hidden_states, *arguments, **options)
+        use.layer = layer.layer_number
+        if torch.is_grad_enabled():
+            step_check.at_end_of_step(layer.config, hidden_states)
+        output = run(layer, hidden_states, *arguments, **options)
+        if not layer.training:
+            check_capacity([use])
+        return output
+
+    return forward

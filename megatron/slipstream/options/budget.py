@@ -15,8 +15,8 @@ from megatron.slipstream.options.tiles import TILE_RULES
 
 def has_budget(options: Any) -> bool:
     """Whether the options, facts or arguments, have a budget that this engine follows."""
-    budget = getattr(options, "activation_memory_budget", None)
-    return budget is not None and options.offload_engine == "slipstream"
+    facts = Facts.of(options)
+    return facts.offload_engine == "slipstream" and facts.activation_memory_budget is not None
 
 
 def _budget_rule(option: str, because: str, off: tuple[Any, ...] = ()) -> Rule:

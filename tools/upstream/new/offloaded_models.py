@@ -123,7 +123,7 @@ def train(
 ) -> list[torch.Tensor]:
     """Return the losses and gradients of some iterations; weights do not change.
 
-    They lie in numpy's memory, which does not count where a CPU's is counted as a device's.
+    They are float32 in numpy's memory, which does not count where a CPU's does as a device's.
 
     Args:
         model: The model.

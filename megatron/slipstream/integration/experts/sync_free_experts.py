@@ -39,7 +39,7 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from megatron.slipstream.experts.capacity import (
     LayerCapacity,
     Slots,
-    check_capacity,
+    checks_capacity,
     step_check,
 )
 from megatron.slipstream.experts.fixed_exchange import FixedExchange
@@ -339,6 +339,36 @@ class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
         return returned if exchange is None else exchange.from_slots(returned)
 
 
+def check_experts(config: Any, capacity_factor: Optional[float]) -> None:
+    """Check what sync-free experts need before a layer is built.
+
+    Raises:
+        ValueError: The configuration or the GPU does not support them.
+    """
+    has_gpu = torch.cuda.is_available()
+    own: dict[str, Any] = {
+        "moe_sync_free_experts": True,
+        "moe_sync_free_capacity_factor": capacity_factor,
+        "capability": torch.cuda.get_device_capability() if has_gpu else None,
+        "has_grouped_gemm": has_grouped_gemm(),
+    }
+    require(check_rules(EXPERT_RULES, config, **own))
+
+
+def use_sync_free_dispatch(
+    layer: Any, pg_collection: Any, capacity_factor: Optional[float]
+) -> None:
+    """Give an expert layer with these process groups a dispatcher that does not block the host."""
+    layer.is_sync_free = True  # Chunk graphs ask for it.
+    layer.token_dispatcher = SyncFreeDispatcher(
+        layer.num_local_experts,
+        layer.local_expert_indices,
+        config=layer.config,
+        pg_collection=pg_collection,
+        capacity_factor=capacity_factor,
+    )
+
+
 class SyncFreeExpertsLayer(MoELayer):
     """A ``MoELayer`` that does not block the host.
 
@@ -346,51 +376,21 @@ class SyncFreeExpertsLayer(MoELayer):
         ValueError: The configuration or the GPU does not support it.
     """
 
-    is_sync_free = True
-    """Read by ``replay_chunks()``, as this module cannot be imported with every release."""
     capacity_factor: Optional[float] = None
     """See :func:`with_sync_free_experts`."""
 
     def __init__(
         self, config: Any, *arguments: Any, pg_collection: Any = None, **options: Any
     ) -> None:
-        has_gpu = torch.cuda.is_available()
-        own: dict[str, Any] = {
-            "moe_sync_free_experts": True,
-            "moe_sync_free_capacity_factor": self.capacity_factor,
-            "capability": torch.cuda.get_device_capability() if has_gpu else None,
-            "has_grouped_gemm": has_grouped_gemm(),
-        }
-        require(check_rules(EXPERT_RULES, config, **own))
+        check_experts(config, self.capacity_factor)
         if pg_collection is None:
             pg_collection = get_default_pg_collection()
         super().__init__(config, *arguments, pg_collection=pg_collection, **options)
-        self.token_dispatcher = SyncFreeDispatcher(
-            self.num_local_experts,
-            self.local_expert_indices,
-            config=config,
-            pg_collection=pg_collection,
-            capacity_factor=self.capacity_factor,
-        )
+        use_sync_free_dispatch(self, pg_collection, self.capacity_factor)
         if self.use_shared_expert and self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
 
-    def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        """See ``MoELayer.forward``.
-
-        With several expert-parallel ranks, the capacity is checked at the end of each training step
-        and of each evaluation pass.
-        """
-        if self.token_dispatcher.ep_size == 1:
-            return super().forward(hidden_states, *arguments, **options)
-        capacity_use = self.token_dispatcher.capacity_use
-        capacity_use.layer = self.layer_number
-        if torch.is_grad_enabled():
-            step_check.at_end_of_step(self.config, hidden_states)
-        output = super().forward(hidden_states, *arguments, **options)
-        if not self.training:
-            check_capacity([capacity_use])
-        return output
+    forward = checks_capacity(MoELayer.forward)
 
 
 def with_sync_free_experts(spec: Any, capacity_factor: Optional[float] = None) -> Any:
