@@ -19,15 +19,9 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 Examples:
-
-  Show as text which bytes a run moved:
-    slipstream report report.json
-
-  Write a page for a browser, with a timeline, memory curves and all groups:
-    slipstream report report.json --trace trace.json --html report.html
-
-  Write one page for all ranks; traces are in the order of the reports:
-    slipstream report report*.json --trace trace*.json --html report.html
+  slipstream report report.json                                      as text
+  slipstream report report.json --trace trace.json --html report.html
+  slipstream report report*.json --trace trace*.json --html report.html   a page of all ranks
 
 Train with --offload-report-path FILE and --offload-trace-path FILE to write these files. The page
 is one file and needs no network.
@@ -45,29 +39,15 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "files",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="report of one or more ranks, written by --offload-report-path",
+    add = parser.add_argument
+    about = "report of one or more ranks, written by --offload-report-path"
+    add("files", nargs="+", type=Path, metavar="FILE", help=about)
+    about = "write a page: what was saved, what it cost, what is wrong, how ranks differ"
+    add("--html", type=Path, metavar="FILE.html", help=about)
+    about = (
+        "their traces (--offload-trace-path), in the same order, for the page's charts and groups"
     )
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE.html",
-        help="write a page instead of text: what was saved, what it cost, what is wrong, how ranks "
-        "differ",
-    )
-    parser.add_argument(
-        "--trace",
-        nargs="+",
-        type=Path,
-        default=(),
-        metavar="TRACE.json",
-        help="traces of the same ranks (--offload-trace-path), in the order of the reports: "
-        "the page then has a timeline, memory curves and a table of all groups",
-    )
+    add("--trace", nargs="+", type=Path, default=(), metavar="TRACE.json", help=about)
     parser.set_defaults(run=run)
 
 

@@ -35,11 +35,7 @@ from megatron.slipstream.plan.whole_files import write_whole
 from megatron.slipstream.report_page.findings import findings, next_step
 from megatron.slipstream.report_page.groups import GroupTable, group_table
 from megatron.slipstream.report_page.iteration import Iteration, figures, iteration_of
-from megatron.slipstream.report_page.summary import (
-    cards,
-    name_ranks,
-    rank_table,
-)
+from megatron.slipstream.report_page.summary import cards, name_ranks, rank_table
 
 MAX_SHOWN = 8
 """Number of findings shown, the rest being collapsed; of details of each."""
@@ -98,9 +94,8 @@ def render_plan_page(plan: Plan, simulation: Simulation) -> str:
         plan: The plan.
         simulation: ``simulate(plan)``.
     """
-    modules = {
-        name: ModuleCounters(stall_ms=ms) for name, ms in simulation.stall_ms_by_module.items()
-    }
+    stalls = simulation.stall_ms_by_module
+    modules = {name: ModuleCounters(stall_ms=ms) for name, ms in stalls.items()}
     for group in plan.groups:
         counters = modules.setdefault(group.name, ModuleCounters())
         counters.num_groups += 1
@@ -146,11 +141,11 @@ def _view(rank: RankReport, plan: Optional[Plan]) -> _RankView:
 def _subtitle(report: Report) -> list[str]:
     parts = [f"{len(report.ranks)} rank{'s' if len(report.ranks) != 1 else ''}"]
     if report.ranks:
-        first = report.ranks[0]
+        found = report.ranks[0].environment
         parts.append(f"{max(rank.num_iterations for rank in report.ranks)} iterations")
-        names = ("GPU", "megatron-core", "torch", "slipstream")
-        found = {name: first.environment[name] for name in names if name in first.environment}
-        parts += [text if name == "GPU" else f"{name} {text}" for name, text in found.items()]
+        for name in ("GPU", "megatron-core", "torch", "slipstream"):
+            if name in found:
+                parts.append(found[name] if name == "GPU" else f"{name} {found[name]}")
     return parts
 
 

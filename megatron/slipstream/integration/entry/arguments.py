@@ -72,14 +72,10 @@ examples:
         --train-iters 20 --eval-interval 20 --eval-iters 2 --log-interval 1 --split 95,5,0 \\
         --fine-grained-activation-offloading --offload-modules core_attn attn_proj mlp_norm
 
-  The same model on two processes, as a pipeline:
+  Whole documents side by side, none of which sees another, on two processes as a pipeline:
 
-    python -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py ... \\
-        --pipeline-model-parallel-size 2
-
-  Whole documents side by side, none of which sees another, instead of cuts of the text:
-
-    python pretrain_gpt.py ... --micro-batch-size 1 --sequence-packing balanced
+    python -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py ... --micro-batch-size 1 \\
+        --pipeline-model-parallel-size 2 --sequence-packing balanced
 """
 
 

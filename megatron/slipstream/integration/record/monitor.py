@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import time
@@ -47,20 +48,18 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     shows: bool
     """Whether to log a line every ``log_interval`` iterations."""
     record: bool
-    """Keep per-iteration figures for :meth:`save`. Costs a device synchronisation per iteration,
-    and resets torch's peak memory statistics."""
+    """Keep figures for :meth:`save`: a device synchronisation per iteration, which resets torch's
+    peak memory statistics."""
     bytes_offloaded: Optional[Callable[[], int]] = None
-    """Returns the bytes copied to the host in the last complete iteration; None without an
-    engine."""
+    """Returns the bytes copied to the host in the last complete iteration."""
     evaluation_length: int = 0
-    """Micro-batches of one evaluation on this rank, to separate consecutive evaluations; 0 if
-    unknown."""
+    """Micro-batches of one evaluation on this rank; 0 if unknown."""
     log_interval: int = 1
     backend: Optional[Backend] = None
     """The engine's, which also resets the peak statistics in some iterations; None without one."""
     between_iterations: Optional[Callable[[Monitor, int], None]] = None
-    """Called before an iteration begins, with this monitor and the number of the last complete
-    iteration, whose engine figures are available then."""
+    """Called before an iteration begins, with the number of the last complete one, whose engine
+    figures are available then."""
 
     def __post_init__(self) -> None:
         backend = self.backend
@@ -68,10 +67,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             # A backend that emulates a GPU does not count the memory of a real one.
             backend = make_backend("auto")
         self._backend = backend
-        self._meter: Optional[DeviceMemoryMeter] = None
+        self._meter: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.record and isinstance(backend, CpuBackend):
-            # It excludes the engine's host buffers; plans are made from its count.
-            self._meter = backend.meter = DeviceMemoryMeter()
+            self._meter = backend.meter = DeviceMemoryMeter()  # Plans are made from its count.
         self._in_iteration = False
         self._loss: Optional[float] = None
         self._is_settled = True
@@ -85,14 +83,12 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self.figures: dict[str, Any] = {"iterations": [], "evaluations": []}
 
     def __enter__(self) -> Monitor:
-        if self._meter is not None:
-            self._meter.__enter__()
+        self._meter.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._settle()
-        if self._meter is not None:
-            self._meter.__exit__(*error)
+        self._meter.__exit__(*error)
 
     # Callbacks, in the order of an iteration.
 
@@ -145,17 +141,16 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._loss = _mean(self._losses)
         self._losses.clear()
         if self.record:
-            self.figures["iterations"].append(
-                {
-                    "loss": self._loss,
-                    "activation_peak_bytes": activation_peak_bytes,
-                    "graph_pool_bytes": graph_pool_bytes(),
-                    "bytes_offloaded": 0,
-                    "forward_backward_ms": 1e3 * (time.perf_counter() - self._started_s),
-                }
-            )
+            figures = {
+                "loss": self._loss,
+                "activation_peak_bytes": activation_peak_bytes,
+                "graph_pool_bytes": graph_pool_bytes(),
+                "bytes_offloaded": 0,
+                "forward_backward_ms": 1e3 * (time.perf_counter() - self._started_s),
+            }
+            self.figures["iterations"].append(figures)
             if self._num_done == self.num_iterations:
-                self.figures["gradients_sha256"] = _digest(self._gradients())
+                self.figures["gradients_sha256"] = _digest(map(_gradient, self._parameters()))
 
     def _settle(self) -> None:
         """Complete the last iteration's figures, once the engine has finished that iteration."""
@@ -186,27 +181,20 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     # Results
 
     def save(self, path: str, is_end: bool = True) -> None:
-        """Write the figures of this rank as JSON, atomically.
-
-        Args:
-            path: Path of the file.
-            is_end: Whether training has ended normally; if so, add a digest of the final weights.
-        """
+        """Write the figures of this rank, after a normal end with a digest of the weights."""
         self._settle()
         if is_end and self._model:
-            weights = (p.detach() for chunk in self._model for p in chunk.parameters())
-            self.figures["weights_sha256"] = _digest(weights)
+            self.figures["weights_sha256"] = _digest(self._parameters())
         self.figures["torch_num_threads"] = torch.get_num_threads()
         write_whole(path, (json.dumps(self.figures, indent=1) + "\n").encode())
 
-    def _gradients(self) -> Iterable[torch.Tensor]:
-        for chunk in self._model:
-            for parameter in chunk.parameters():
-                gradient = getattr(parameter, "main_grad", None)
-                if gradient is None:
-                    gradient = parameter.grad
-                if gradient is not None:
-                    yield gradient
+    def _parameters(self) -> Iterable[torch.nn.Parameter]:
+        return itertools.chain.from_iterable(chunk.parameters() for chunk in self._model)
+
+
+def _gradient(parameter: torch.nn.Parameter) -> Optional[torch.Tensor]:
+    main: Optional[torch.Tensor] = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
 
 
 def _synchronize() -> None:
@@ -222,14 +210,15 @@ def _mean(losses: list[torch.Tensor]) -> Optional[float]:
     return total / max(tokens, 1.0)
 
 
-def _digest(tensors: Iterable[torch.Tensor]) -> str:
+def _digest(tensors: Iterable[Optional[torch.Tensor]]) -> str:
     """Return the SHA-256 of the tensors' bytes in order: equal only for bitwise equal tensors.
 
     Of a tensor that FSDP divides, this rank's part.
     """
     digest = hashlib.sha256()
     for tensor in tensors:
-        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        raw = part.detach().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(raw.cpu().numpy().tobytes())
+        if tensor is not None:
+            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            raw = part.detach().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(raw.cpu().numpy().tobytes())
     return digest.hexdigest()
