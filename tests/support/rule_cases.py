@@ -573,6 +573,11 @@ OF_MACHINE = [
         {"has_gpu": False},
     ),
     Case(
+        {**ON_GPU, "tensor_model_parallel_size": 2, "num_experts": 4},
+        [{"tensor_model_parallel_size": 1}, {"sequence_parallel": True}],
+        {"hybrid_layer_pattern": "*-"},
+    ),
+    Case(
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         [{"sequence_parallel": False}],
         {"tensor_model_parallel_size": 1},

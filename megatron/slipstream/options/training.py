@@ -129,6 +129,12 @@ def _is_positive(value: Optional[int]) -> bool:
     return value is not None and value > 0
 
 
+def _trains_experts(facts: Any) -> bool:
+    pattern = facts.hybrid_layer_pattern
+    has_experts = facts.num_experts is not None and (pattern is None or "E" in pattern)
+    return bool(has_experts and not facts.skip_train)
+
+
 def _writes_files(facts: Any) -> bool:
     of_engine = facts.offload_report_path or facts.offload_trace_path
     return bool(facts.run_record_path or (offloads_with_our_engine(facts) and of_engine))
@@ -209,6 +215,15 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "megatron-core's own attention takes no packed sequences",
         "set --transformer-impl transformer_engine",
         ("transformer_engine",),
+    ),
+    option_rule(
+        "tensor_model_parallel_size",
+        _trains_experts,
+        lambda f: f.tensor_model_parallel_size == 1 or (f.sequence_parallel and f.has_gpu),
+        "tensor_model_parallel_size={tensor_model_parallel_size} is not supported with "
+        "num_experts={num_experts} and sequence_parallel={sequence_parallel} because "
+        "megatron-core's experts train with sequence parallelism only, which needs a GPU",
+        "set --tensor-model-parallel-size 1, or on a GPU --sequence-parallel",
     ),
     Condition("without a GPU", lambda f: not f.has_gpu and f.tensor_model_parallel_size > 1)(
         "sequence_parallel",
