@@ -93,12 +93,13 @@ class Place:
 
         def trace(frame: FrameType, _: str, __: Any) -> Any:
             file = frame.f_code.co_filename
-            if not file.startswith(ENGINE) or file.endswith(DEVICES):
+            # Once for each frame, since its callers stay: not for each of its lines.
+            if not file.startswith(ENGINE) or is_in_device(frame):
                 return None
             return on_line
 
         def on_line(frame: FrameType, event: str, _: Any) -> Any:
-            if event == "line" and not is_in_device(frame) and self.come():
+            if event == "line" and self.come():
                 self.line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 raise Fault
             return on_line
