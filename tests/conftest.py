@@ -69,6 +69,14 @@ def _imports_are_frozen() -> None:
     freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _loggers_of_torch_propagate() -> None:
+    """pytest adds a handler to each logger that does not, six times a test: torch has eighty."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """``-n auto`` with GPU tests: as many processes as fit into a GPU's memory."""
