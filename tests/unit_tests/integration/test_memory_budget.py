@@ -47,10 +47,10 @@ def _runs(case: ModelCase) -> dict[str, Run]:
     """Trainings of one rank, in one process."""
     runs = {str(budget): Run(case, budget) for budget in (0.8, 0.5)}
     if case is DENSE:
-        runs["room to spare"] = Run(case, 1.5, (2,) * 8)
         runs["nothing fits"] = Run(case, 0.05)
         runs["evaluated"] = Run(case, 0.5, evaluated_sequences=8)
         runs["evaluated with gradients"] = replace(runs["evaluated"], has_gradients=True)
+        runs["room to spare"] = Run(case, 1.5, (2,) * 8)
         runs["late state"] = Run(case, 0.9, (2,) * 13, late=(10, 0.25))
         runs["other numbers"] = Run(case, 0.5, (2, 3, 1, 2) * 3)
         for name, lengths in LENGTHS.items():
@@ -220,14 +220,14 @@ def test_evaluation_before_and_between_iterations_ends_none(trained: Any, name: 
 
 def test_the_stages_of_a_pipeline_have_each_its_own() -> None:
     case = ModelCase("dense", num_layers=8, pp=2, vpp=2, overrides=NORM)
-    for result in _train_together(Run(case, 0.6, (4,) * 12, "cpu-lazy")):
+    for result in _train_together(Run(case, 0.6, (2,) * 12, "cpu-lazy")):
         _check(result)
 
 
 def test_more_micro_batches_in_flight_are_foreseen() -> None:
     """The first stage of two holds one until there are two; all is then measured again."""
     case = ModelCase("dense", num_layers=4, pp=2, overrides=NORM)
-    first, second = _train_together(Run(case, 0.7, (1,) * 10 + (4,) * 12, "cpu-lazy"))
+    first, second = _train_together(Run(case, 0.7, (1,) * 10 + (2,) * 12, "cpu-lazy"))
     for result in (first, second):
         _check(result)
         assert result.stages[-1] is Stage.SETTLED
@@ -250,8 +250,8 @@ def test_where_nothing_fits_on_one_rank_all_raise_the_same_error(sizes: dict[str
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "ep": 2}], ids=str)
 def test_ranks_that_share_a_stage_choose_alike(sizes: dict[str, int]) -> None:
     """Otherwise one would wait for a collective of a recomputation that the other does not run."""
-    case = ModelCase("moe" if "ep" in sizes else "dense", overrides=NORM, **sizes)
-    results = _train_together(Run(case, 0.6))
+    case = ModelCase("moe" if "ep" in sizes else "dense", num_layers=3, overrides=NORM, **sizes)
+    results = _train_together(Run(case, 0.7))
     for result in results:
         _check(result)
     assert results[0].assignments == results[1].assignments
@@ -398,6 +398,7 @@ def test_the_flag_alone_moves_all_that_the_model_can(
     args = SimpleNamespace(
         **{
             "activation_memory_budget": 1.0,
+            "offload_engine": "slipstream",
             "fine_grained_activation_offloading": False,
             "offload_modules": None,
             "num_experts": None,
@@ -415,6 +416,7 @@ def test_the_flag_alone_moves_all_that_the_model_can(
 def test_modules_that_are_given_stay_as_they_are() -> None:
     args = SimpleNamespace(
         activation_memory_budget="auto",
+        offload_engine="slipstream",
         fine_grained_activation_offloading=True,
         offload_modules=["core_attn"],
     )
