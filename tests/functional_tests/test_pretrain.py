@@ -71,6 +71,8 @@ def _offload(modules: list[str], *more: str) -> list[str]:
 
 LAST = "PP2 VPP2, MoE"
 """Its engine has the backend on which a missing wait changes results, for every release."""
+MEASURED = "GPT, bf16, dropout", LAST
+"""Layouts whose peak is compared with that without the engine, one for each schedule."""
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,8 @@ def test_training_is_the_same_with_the_engine(layout: str, tmp_path: Path) -> No
     num_ranks, flags = LAYOUTS[layout]
     modules = MOE_MODULES if "--num-experts" in flags else DENSE_MODULES
     offload = _offload(modules, *(["--offload-backend", "cpu-lazy"] if layout == LAST else []))
-    off = train_on_ranks(num_ranks, [*COMMON, *flags], tmp_path / "off.json")
+    reads = layout in MEASURED
+    off = train_on_ranks(num_ranks, [*COMMON, *flags], tmp_path / "off.json", reads)
     on = train_on_ranks(num_ranks, [*COMMON, *flags, *offload], tmp_path / "on.json")
     assert [result_of(record) for record in on] == [result_of(record) for record in off]
     assert on[0]["iterations"][-1]["bytes_offloaded"] > 0
@@ -89,7 +92,7 @@ def test_training_is_the_same_with_the_engine(layout: str, tmp_path: Path) -> No
         [iteration["activation_peak_bytes"] for iteration in record[0]["iterations"]]
         for record in (off, on)
     )
-    assert peaks[-1] < without[-1]
+    assert peaks[-1] < without[-1] or not reads
     # The engine resets the peak statistics in the first and the third iteration.
     assert max(peaks) < 2 * min(peaks)
 

@@ -39,11 +39,11 @@ BOTH = {"loss_sequence_tiles": 4, "mlp_sequence_tiles": 4}
 @pytest.mark.releases
 def test_flags_train_as_without_them_and_bitwise_alike_with_the_engine(tmp_path: Path) -> None:
     plain, tiled, moved = (
-        [result_of(record) for record in train_on_ranks(2, flags, tmp_path / name)]
-        for name, flags in (
-            ("plain.json", MODEL),
-            ("tiled.json", [*MODEL, *TILES]),
-            ("moved.json", [*MODEL, *TILES, *ENGINE]),
+        [result_of(record) for record in train_on_ranks(2, flags, tmp_path / name, moves)]
+        for name, flags, moves in (
+            ("plain.json", MODEL, False),
+            ("tiled.json", [*MODEL, *TILES], False),
+            ("moved.json", [*MODEL, *TILES, *ENGINE], True),
         )
     )
     assert moved == tiled
