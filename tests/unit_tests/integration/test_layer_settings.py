@@ -212,12 +212,17 @@ def try_all(
 
 PLAIN = "dense and experts", "latent attention and experts", "dropout"
 """Models that also recompute without an engine."""
+OF_A_RELEASE = "dense and experts", "latent attention and experts", "packed experts"
+"""They have each kind of layer, and each part of one that can be recomputed."""
 
 
 @pytest.mark.parametrize(
     "name, offloads",
     [
-        *(pytest.param(name, True, marks=pytest.mark.releases) for name in CASES),
+        *(
+            pytest.param(name, True, marks=[pytest.mark.releases] * (name in OF_A_RELEASE))
+            for name in CASES
+        ),
         *((name, False) for name in PLAIN),
     ],
     ids=lambda value: {True: "offloaded", False: "plain"}.get(value, value),
@@ -245,13 +250,16 @@ OTHER_KINDS = {
     "hybrid": ["attention", "dense mlp", "attention", "moe mlp"],
     "several predicted tokens": ["dense", "dense", "dense mtp"],
 }
-OF_A_RELEASE = "interleaved pipeline", "hybrid", "several predicted tokens"
+OTHERS_OF_A_RELEASE = "interleaved pipeline", "hybrid", "several predicted tokens"
 FEW = (0, 1, -3, 0)
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.releases] * (name in OF_A_RELEASE)) for name in OTHERS],
+    [
+        pytest.param(name, marks=[pytest.mark.releases] * (name in OTHERS_OF_A_RELEASE))
+        for name in OTHERS
+    ],
 )
 def test_other_schedules_and_models(name: str) -> None:
     case = OTHERS[name]
