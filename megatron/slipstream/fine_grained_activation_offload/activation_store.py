@@ -92,23 +92,10 @@ class Marks(Protocol):
 class MarksInPython:
     """Leaves all marks to the engine."""
 
-    def start(self, engine: Any, tensor: torch.Tensor, name: str) -> bool:
-        return False
-
-    def enter(self, engine: Any, flag: Any) -> bool:
-        return False
-
-    def leave(self, flag: Any) -> bool:
-        return False
-
-    def end(self, engine: Any, tensor: torch.Tensor, name: str) -> Optional[torch.Tensor]:
+    def _leave_to_engine(self, *_: Any) -> Any:
         return None
 
-    def mark_output(self, engine: Any, kind: StepKind) -> bool:
-        return False
-
-    def mark_gradient(self, engine: Any, kind: StepKind, tensors: list[torch.Tensor]) -> bool:
-        return False
+    start = enter = leave = end = mark_output = mark_gradient = _leave_to_engine
 
 
 class ActivationStore:
@@ -350,7 +337,7 @@ class ActivationStore:
             return Staying.EMPTY
         if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
             return Staying.LAZY
-        if forward_ad._current_level >= 0 and _has_tangent(tensor):
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
             return Staying.DUAL
         # Set by megatron-core on parameters and by Transformer Engine on weights. Not getattr(),
         # which raises an exception internally if the attribute is missing.
@@ -429,7 +416,9 @@ class ActivationStore:
         if self.crosses_streams:
             for source in sources:
                 self.copy_streams.note_copy_out(source)
-        verify = None if self.verifier is None else partial(self._verify_leaving, storages)
+        verify = None
+        if self.verifier is not None:
+            verify = partial(self.verifier.leaves, storages, self.copy_streams.d2h)
         signal = self.copy_streams.copy_out(moves, producers, before=verify)
         counters = self.modules[group.name]
         counters.num_groups_moved += 1
@@ -579,7 +568,7 @@ class ActivationStore:
         if self.verifier is not None:
             for storage, returned in zip(storages, memory, strict=True):
                 storage.returned = returned
-            verify = partial(self._verify_returned, storages)
+            verify = partial(self.verifier.returns, storages, self.copy_streams.h2d)
         copied_out = [s.out_signal for s in storages if s.out_signal is not None]
         here = self.backend.here()
         signal = self.copy_streams.copy_in(moves, copied_out, here, after=verify)
@@ -602,14 +591,6 @@ class ActivationStore:
         storage.returned = None
         storage.move_to(Residence.HOST)
         self._start_copies_in([storage])
-
-    def _verify_leaving(self, storages: Sequence[SavedStorage]) -> None:
-        if self.verifier is not None:
-            self.verifier.leaves(storages, self.copy_streams.d2h)
-
-    def _verify_returned(self, storages: Sequence[SavedStorage]) -> None:
-        if self.verifier is not None:
-            self.verifier.returns(storages, self.copy_streams.h2d)
 
 
 def _free_buffer(storage: SavedStorage) -> None:
@@ -634,11 +615,6 @@ def _kind_of_subclass(tensor: torch.Tensor) -> Staying:
     if isinstance(tensor, torch.nn.Parameter):
         return Staying.PARAMETER
     return Staying.NESTED if tensor.is_nested else Staying.SUBCLASS
-
-
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    """Return whether it is a dual tensor of forward-mode differentiation."""
-    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _keep(tensor: torch.Tensor) -> torch.Tensor:

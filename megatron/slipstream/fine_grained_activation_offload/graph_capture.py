@@ -326,8 +326,6 @@ class GraphCaptures:
         Args:
             let_others_go_on: Called when only copies remain in the graph.
         """
-        layer = self.layer
-        assert layer is not None
         let_others_go_on()
         self._leave()
 

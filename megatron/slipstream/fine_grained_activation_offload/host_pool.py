@@ -309,7 +309,8 @@ class HostPool:
         self._usage: Any = self._classes.HostUsage()
         self._unusable_bytes = 0
         """Bytes that were free when the last slab was added."""
-        self._generation = next(_generations)
+        self.generation = next(_generations)
+        """A number unique to each set of slabs, across all pools."""
 
     @property
     def num_slabs(self) -> int:
@@ -335,11 +336,6 @@ class HostPool:
     def high_water_bytes(self) -> int:
         """Peak bytes in use."""
         return int(self._usage.high_water)
-
-    @property
-    def generation(self) -> int:
-        """A number unique to each set of slabs, across all pools."""
-        return self._generation
 
     @property
     def slab_lengths(self) -> tuple[int, ...]:
@@ -506,7 +502,7 @@ class HostPool:
             self.layout = None
         self._free = FreeRanges()
         self._slab_bytes.clear()
-        self._generation = next(_generations)
+        self.generation = next(_generations)
         while self._slabs:
             self._backend.free_host(self._slabs.pop())
         self.allocated_bytes = self._unusable_bytes = 0
@@ -537,15 +533,10 @@ class HostPool:
             self._grow(size)
             span = self._free.take(size)
             assert span is not None
-        return self._hand_out(span.slab, span.start, size, span.events, nbytes)
-
-    def _hand_out(
-        self, slab: int, start: int, size: int, events: tuple[Any, ...], nbytes: int
-    ) -> HostAllocation:
-        storage, offset, _ = self._slab_bytes[slab]
-        buffer = Bytes(storage, offset + start, size)
-        allocation: HostAllocation = self._classes.HostAllocation(buffer, events)
-        self._in_use[id(allocation)] = InUse(allocation, slab, start, start + size, nbytes)
+        storage, offset, _ = self._slab_bytes[span.slab]
+        buffer, stop = Bytes(storage, offset + span.start, size), span.start + size
+        allocation: HostAllocation = self._classes.HostAllocation(buffer, span.events)
+        self._in_use[id(allocation)] = InUse(allocation, span.slab, span.start, stop, nbytes)
         self._usage.add(size, nbytes)
         return allocation
 
@@ -594,7 +585,7 @@ class HostPool:
         self._unusable_bytes = self.allocated_bytes - self.in_use_bytes
         self._slabs.append(slab)
         self._slab_bytes.append(Bytes.of(slab))
-        self._generation = next(_generations)
+        self.generation = next(_generations)
         self._free.add_slab(slab.numel())
         self.allocated_bytes += slab.numel()
 

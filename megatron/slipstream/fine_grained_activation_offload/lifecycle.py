@@ -14,7 +14,7 @@ import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Optional
+from typing import Any, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backend import Event
@@ -228,13 +228,19 @@ class Lifecycle:
             layout = entry.layout_in(pool)
             now.has_layout = layout is not None and pool.follow(layout)
             now.probe = self._probe(entry)
-            steps = None if now.probe else entry.steps_by(self._store.compile_steps)
-            if steps is not None and not self._recorder.reads_memory:
-                layout = layout if now.has_layout else None
-                leaves_out = self.plans.is_only(entry)
-                now.native = steps.begin(now.passes, now.chunk, layout, leaves_out)
+            if now.probe is None and not self._recorder.reads_memory:
+                now.native = self._begin_in_cpp(now, entry)
         if now.probe is not None and now.probe.clock is not None:
             self._store.copy_streams.timings = now.probe.clock.timings
+
+    def _begin_in_cpp(self, now: Iteration, entry: PlanEntry) -> Optional[Any]:
+        """Return the iteration in C++, with all that it has to know; None if Python performs it."""
+        if entry.steps is None:
+            entry.steps = self._store.compile_steps(entry.plan)
+            if entry.steps is None:
+                return None
+        layout = entry.layout if now.has_layout else None
+        return entry.steps.begin(now.passes, now.chunk, layout, self.plans.is_only(entry))
 
     def _probe(self, entry: PlanEntry) -> Optional[IterationProbe]:
         backend = self._store.backend

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
@@ -168,12 +168,6 @@ class PlanEntry:
             self.layout = None if buffers is None else pool.make_layout(buffers)
             self.layout_generation = pool.generation
         return self.layout
-
-    def steps_by(self, compile_steps: Callable[[Plan], Any]) -> Any:
-        """Return the plan's steps in C++; None if ``compile_steps`` returns None."""
-        if self.steps is None:
-            self.steps = compile_steps(self.plan)
-        return self.steps
 
     @property
     def is_followed_by_itself(self) -> bool:

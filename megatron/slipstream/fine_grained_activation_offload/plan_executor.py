@@ -130,7 +130,8 @@ class PlanExecutor:
 
     def clear(self, now: Iteration) -> None:
         """Reset the state of an iteration that has ended or was dropped."""
-        self._note_layout(now)
+        if now.has_layout and now.entry and not self.store.host_pool.follows_layout:
+            now.entry.num_layouts_left += 1
         self.stop_measuring(now)
         now.go_on_in_python()
         self._fallback.clear()
@@ -201,11 +202,6 @@ class PlanExecutor:
             kept = plan.group_by_key[action.key].kept_storages
             numbers = plan.trace.group_by_key[action.key].storages if now.has_layout else None
             self.store.copy_out(group, kept=kept, numbers=numbers)
-
-    def _note_layout(self, now: Iteration) -> None:
-        """Count an iteration that departed from its layout."""
-        if now.has_layout and now.entry and not self.store.host_pool.follows_layout:
-            now.entry.num_layouts_left += 1
 
 
 class Fallback:
