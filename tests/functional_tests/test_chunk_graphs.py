@@ -75,6 +75,13 @@ ONE_RANK = {
     "hybrid, Mamba and gated delta nets": ModelCase(
         "hybrid", pattern="*GM-", overrides={**GATED_DELTA_NET, **MAMBA, **DROPOUT}
     ),
+    "packed hybrid, further tokens": ModelCase(
+        "hybrid",
+        pattern="*-*-/*-",
+        is_packed=True,
+        micro_batch_size=1,
+        overrides={**DROPOUT, **FURTHER_TOKEN},
+    ),
     "packed hybrid, MLA, dropless": ModelCase(
         "hybrid", pattern="+-+E", sync_free_experts=True, is_packed=True, micro_batch_size=1
     ),

@@ -44,7 +44,7 @@ ON_CPU = {
     "mixed": packed("mixed"),
     "MLA": packed("mla"),
     "hybrid": packed("hybrid"),
-    "hybrid, dense": packed("hybrid", 3),
+    "hybrid, dense": replace(packed("hybrid", 3, mtp_num_layers=1), pattern="*-*/*-"),
     "hybrid, MLA": replace(packed("hybrid", 3), pattern="+-"),
 }
 MOE_ON_GPU = on_gpu(
@@ -56,7 +56,11 @@ ON_GPU = {
     "MoE with bias": MOE_ON_GPU,
     "MLA": on_gpu(ModelCase("mla", is_packed=True), **MLA_SIZES, rope_type="yarn", **FUSED_ROPE),
     "hybrid": on_gpu(ModelCase("hybrid", num_layers=8, is_packed=True), **FUSED_ROPE),
-    "hybrid, dense": on_gpu(ModelCase("hybrid", num_layers=3, is_packed=True), **FUSED_ROPE),
+    "hybrid, dense": on_gpu(
+        ModelCase("hybrid", num_layers=3, pattern="*-*/*-", is_packed=True),
+        mtp_num_layers=1,
+        **FUSED_ROPE,
+    ),
     "hybrid, MLA": on_gpu(
         ModelCase("hybrid", num_layers=3, pattern="+-", is_packed=True),
         **MLA_SIZES,
