@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Every place outside the code that names the supported releases of megatron-core.
+"""Every place outside the code that names supported releases of megatron-core, or the oldest torch.
 
-A release is added in ``patches/releases.py``; ``generate_docs.py`` rewrites these places. Tests
-hold what needs a decision: the lines of .ci/run and the columns of the compatibility page.
+Both are in ``patches/releases.py``; ``generate_docs.py`` rewrites these places. Tests hold what
+needs a decision: the lines of .ci/run and the columns of the compatibility page.
 """
 
 from __future__ import annotations
@@ -27,23 +27,28 @@ class Place(NamedTuple):
 _GUIDE = "docs/user-guide"
 PLACES = (
     Place("pyproject.toml", '    "megatron-core{supported}",'),
+    Place("pyproject.toml", '    "torch>={torch}",'),
     Place("constraints.txt", "\nmegatron-core=={newest}\n"),
     Place("README.md", "on the released wheels {all}. Models need"),
     Place("CONTRIBUTING.md", "./run test-release {oldest}   "),
     Place("CONTRIBUTING.md", "git clone --branch core_r{newest_minor}.0 https"),
     Place("run", "release X, such as {oldest}\n"),
+    Place("CONTRIBUTING.md", "./run test-versions {torch}  # the oldest\n"),
+    Place("run", "with torch V, such as {torch};"),
+    Place("run", "a version of torch, such as {torch}, not"),
     Place("run", "a release of megatron-core, such as {oldest}, not"),
     Place("tools/run_builtin_tests.py", "the installed release (core_r{newest_minor}.0), or"),
     Place(
         f"{_GUIDE}/getting-started.md", "It accepts megatron-core {oldest} to {newest_minor} and"
     ),
+    Place(f"{_GUIDE}/getting-started.md", " and torch {torch} or newer;"),
     Place(f"{_GUIDE}/doctor.md", "ok       megatron-core          {newest}\n"),
     Place(f"{_GUIDE}/cuda-graphs.md", "transformer_engine` | megatron-core {minors} |"),
     Place(f"{_GUIDE}/frameworks/README.md", "Tested with megatron-core {all}. Not run"),
 )
 
 
-def names(tested: Sequence[str]) -> dict[str, str]:
+def names(tested: Sequence[str], torch: str = releases.OLDEST_TORCH) -> dict[str, str]:
     """Return what the places say of tested releases, of which the oldest comes first."""
     minors = [release.rpartition(".")[0] for release in tested]
     return {
@@ -52,11 +57,16 @@ def names(tested: Sequence[str]) -> dict[str, str]:
         "newest_minor": minors[-1],
         "minors": ", ".join(minors),
         "all": " and ".join(", ".join(tested).rsplit(", ", 1)),
+        "torch": torch,
         "supported": releases.supported(tested),
     }
 
 
-def rewritten(root: Path, tested: Sequence[str] = releases.TESTED_RELEASES) -> Iterator[Place]:
+def rewritten(
+    root: Path,
+    tested: Sequence[str] = releases.TESTED_RELEASES,
+    torch: str = releases.OLDEST_TORCH,
+) -> Iterator[Place]:
     """Yield each file as it should be.
 
     Raises:
@@ -65,7 +75,7 @@ def rewritten(root: Path, tested: Sequence[str] = releases.TESTED_RELEASES) -> I
     texts: dict[str, str] = {}
     for file, template in PLACES:
         text = texts.get(file) or (root / file).read_text(encoding="utf-8")
-        texts[file], found = _filled(text, template, names(tested))
+        texts[file], found = _filled(text, template, names(tested, torch))
         if not found:
             raise ValueError(f"{file} has no {template!r}; change tools/release_places.py with it")
     yield from (Place(*item) for item in texts.items())

@@ -375,7 +375,6 @@ OF_EXPERTS = [
     either("cuda_graph_impl", "transformer_engine", a="none"),
     Case({"bf16": False}, [{"bf16": True}]),
     Case({"capability": (8, 0)}, [{"moe_sync_free_experts": False}]),
-    Case({"has_grouped_gemm": False}, [{"moe_sync_free_experts": False}]),
 ]
 OF_TILES = [
     either("loss_sequence_tiles", 0, a=1, b=2, c="auto"),

@@ -347,7 +347,7 @@ def test_a_checkout_is_copied_without_what_would_come_before_ours(
 @pytest.mark.parametrize(
     "versions, pins",
     [
-        ("2.8", ["numpy==2.5.5", "torch==2.8.*"]),
+        ("2.10", ["numpy==2.5.5", "torch==2.10.*"]),
         ("pinned", ["torch==2.11.0", "triton==3.6.0", "cuda-bindings==13.5.0", "numpy==2.5.5"]),
         ("newest", []),
     ],
@@ -375,7 +375,7 @@ def test_other_versions_get_an_environment_of_their_own(
 def test_other_versions_must_be_named(machine: dict[str, str], clone: Path) -> None:
     result = run("test-versions", "torch", env=machine, script=clone)
     assert result.returncode == 1
-    assert "pinned, newest or a version of torch, such as 2.8, not 'torch'" in result.stderr
+    assert "pinned, newest or a version of torch, such as 2.10, not 'torch'" in result.stderr
 
 
 @pytest.mark.parametrize("status, fails", [(0, False), (1, True), (5, True)])

@@ -65,7 +65,7 @@ if self.moe_sync_free_experts or self.moe_sync_free_capacity_factor is not None:
     from {ENGINE}.rules import check_rules, require
     from {EXPERTS}.option_rules import EXPERT_RULES
 
-    require(check_rules(EXPERT_RULES, self, has_grouped_gemm=True))
+    require(check_rules(EXPERT_RULES, self))
 """
 _BUILD_EXPERTS = f"""\
 build_experts = self.submodules.experts

@@ -18,7 +18,7 @@ from megatron.slipstream.doctor.facts import MachineFacts
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.host_memory import HOST_MEMORY_SHARE, host_memory_share_bytes
 from megatron.slipstream.options.rules import Finding, Severity
-from megatron.slipstream.patches.releases import supported
+from megatron.slipstream.patches.releases import OLDEST_TORCH, supported
 from megatron.slipstream.plan.render import format_bytes
 
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
@@ -88,7 +88,11 @@ def examine(facts: MachineFacts) -> list[Row]:
 
 _topic = "Versions"
 
-PACKAGES = {"torch": ">=2.8", "megatron-core": supported(), "Transformer Engine": ">=2.14"}
+PACKAGES = {
+    "torch": f">={OLDEST_TORCH}",
+    "megatron-core": supported(),
+    "Transformer Engine": ">=2.14",
+}
 """The supported versions of a package, as in pyproject.toml."""
 
 INSTALL = {

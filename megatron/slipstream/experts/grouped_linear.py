@@ -19,11 +19,6 @@ TakeGradient = Callable[[torch.Tensor], Optional[torch.Tensor]]
 """Receives a weight's gradient; returns the gradient for autograd, or None."""
 
 
-def has_grouped_gemm() -> bool:
-    """Return whether the installed torch has the GEMM."""
-    return hasattr(functional, "grouped_mm")
-
-
 def grouped_linear(
     tokens: torch.Tensor,
     weight: torch.Tensor,

@@ -39,7 +39,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
-from packaging.version import Version
 
 from megatron.slipstream.fine_grained_activation_offload import peak_statistics
 from megatron.slipstream.plan.edges import Edge
@@ -84,11 +83,6 @@ class GraphBackend(abc.ABC):
 
     is_eager = False
     """Whether a replay runs the work again, without a CUDA graph."""
-
-    @property
-    def records_external_events(self) -> bool:
-        """Whether events that are recorded in a graph can be used outside of it."""
-        return True
 
     @abc.abstractmethod
     def session(self) -> contextlib.AbstractContextManager[None]:
@@ -212,12 +206,8 @@ class CudaGraphs(GraphBackend):
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
-    @property
-    def records_external_events(self) -> bool:
-        return Version(torch.__version__) >= Version("2.9")
-
     def new_tail(self) -> Tail:
-        return _CudaTail() if self.records_external_events else Tail()
+        return _CudaTail()
 
     def finish(self) -> None:
         torch.cuda.synchronize()  # H2

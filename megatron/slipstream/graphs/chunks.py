@@ -250,8 +250,7 @@ class SizeGraphs:
         if self.chunk.offloading is None:
             run()
             return self._measure(run)
-        can_time_replays = self._backend.records_external_events
-        with self.chunk.offloading.planning(run, can_time_replays) as planned:
+        with self.chunk.offloading.planning(run) as planned:
             peak_bytes = self._measure(planned.run)
             if planned.times_replays:
                 for _ in range(NUM_TIMED_CAPTURES):

@@ -45,10 +45,9 @@ from megatron.slipstream.plan.host_layout import size_class_bytes
 
 NUM_UNTIMED_RUNS = 2
 NUM_TIMED_RUNS = 10
-NUM_RUNS_WITHOUT_REPLAYS = 24
 """Number of passes before the capture, the same on every rank, since ranks may communicate in them.
 One is recorded. If the backend records times, memory and times of the others are read, and the plan
-is updated once, or up to three times if replays are not timed afterwards."""
+is updated once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +113,7 @@ class ChunkOffloading:
         """Host memory of all slots, excluding graphs captured earlier in the same memory."""
 
     @contextlib.contextmanager
-    def planning(self, run: Callable[[], None], times_replays: bool) -> Iterator[PlannedPass]:
+    def planning(self, run: Callable[[], None]) -> Iterator[PlannedPass]:
         """Record and plan a pass by running it. Its plan is final at the end of the context.
 
         Yields:
@@ -122,7 +121,6 @@ class ChunkOffloading:
         """
         engine = self._make_engine(min(self._num_verified, NUM_UNTIMED_RUNS))
         takes_time = engine.store.backend.takes_time
-        num_runs = NUM_TIMED_RUNS if times_replays else NUM_RUNS_WITHOUT_REPLAYS
         # A replayed graph costs the host nothing for each group.
         engine.lifecycle.tries_plans = False
         self.host_bytes = self.moved_bytes = 0
@@ -135,9 +133,9 @@ class ChunkOffloading:
             engine.end_iteration()
 
         try:
-            for _ in range(num_runs if takes_time else NUM_UNTIMED_RUNS):
+            for _ in range(NUM_TIMED_RUNS if takes_time else NUM_UNTIMED_RUNS):
                 run_once()
-            yield PlannedPass(engine, run_once, self._slot, takes_time and times_replays)
+            yield PlannedPass(engine, run_once, self._slot, takes_time)
             self._plan = engine.plan
         finally:
             engine.close()

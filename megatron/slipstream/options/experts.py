@@ -155,14 +155,6 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "because torch's grouped GEMM waits for the GPU on any but 9.x and 10.x",
         "leave moe_sync_free_experts out",
     ),
-    option_rule(
-        "moe_sync_free_experts",
-        _is_on,
-        lambda f: f.has_grouped_gemm,
-        "moe_sync_free_experts is not supported with this torch because it has no "
-        "torch.nn.functional.grouped_mm",
-        "leave moe_sync_free_experts out, or install torch 2.10 or newer",
-    ),
 )
 """Requirements on ``ExpertOptions`` and on megatron's options; they also read ``capability``, the
-GPU's (major, minor), None without one, and ``has_grouped_gemm``, whether torch has that GEMM."""
+GPU's (major, minor), None without one."""

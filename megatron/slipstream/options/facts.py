@@ -22,7 +22,6 @@ DEFAULTS: Mapping[str, Any] = {
     "fp8_recipe": "delayed",
     "gtp_weight_remat_size": 1,
     "has_gpu": True,
-    "has_grouped_gemm": True,
     "loss_sequence_tiles": 1,
     "micro_batch_size": 1,
     "min_dynamic_context_parallel_size": 1,
@@ -53,7 +52,7 @@ NAMES: Set[str] = DEFAULTS.keys() | set(
     fine_grained_activation_offloading fine_grained_offloading_max_inflight_offloads fp16
     fp32_residual_connection fp4 fp4_param_gather fp8 fp8_dot_product_attention
     fp8_multi_head_attention fp8_output_proj fp8_param_gather freeze_all_layers full_validation
-    fused_residual_rmsnorm has_gpt_builder has_grouped_gemm heterogeneous_layers_config_encoded_json
+    fused_residual_rmsnorm has_gpt_builder heterogeneous_layers_config_encoded_json
     heterogeneous_layers_config_path hidden_dropout hidden_size
     hierarchical_context_parallel_sizes hybrid_context_parallel hybrid_layer_pattern is_hybrid_model
     load

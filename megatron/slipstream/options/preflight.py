@@ -86,9 +86,9 @@ TE_SWITCH_OFF = Rule(
 TOO_OLD_FOR_GRAPHS = Rule(
     "too-old-for-graphs",
     "error",
-    "cuda_graph_impl='transformer_engine' is not supported with offloading on {package} {found} "
-    "because {why} only from {needed} on",
-    "install {package} {needed} or newer, or set cuda_graph_impl='none'",
+    "cuda_graph_impl='transformer_engine' is not supported with offloading on transformer_engine "
+    "{found} because it replays graphs on a stream of their own only from {needed} on",
+    "install transformer_engine {needed} or newer, or set cuda_graph_impl='none'",
 )
 TOO_OLD_FOR_PACKS = Rule(
     "too-old-for-packs",
@@ -133,19 +133,7 @@ def check_graphs(facts: ProcessFacts) -> list[Finding]:
     Args:
         facts: From :func:`collect`.
     """
-    return [
-        TOO_OLD_FOR_GRAPHS.found(package=package, found=found, needed=needed, why=why)
-        for package, found, needed, why in (
-            ("torch", facts.torch, "2.9", "it records events for others inside of graphs"),
-            (
-                "transformer_engine",
-                facts.transformer_engine,
-                "2.14",
-                "it replays graphs on a stream of their own",
-            ),
-        )
-        if found is not None and Version(found) < Version(needed)
-    ]
+    return _too_old(TOO_OLD_FOR_GRAPHS, facts, "2.14")
 
 
 def check_packed_graphs(facts: ProcessFacts) -> list[Finding]:
@@ -154,10 +142,14 @@ def check_packed_graphs(facts: ProcessFacts) -> list[Finding]:
     Args:
         facts: From :func:`collect`.
     """
-    found, needed = facts.transformer_engine, "2.18"
+    return _too_old(TOO_OLD_FOR_PACKS, facts, "2.18")
+
+
+def _too_old(rule: Rule, facts: ProcessFacts, needed: str) -> list[Finding]:
+    found = facts.transformer_engine
     if found is None or Version(found) >= Version(needed):
         return []
-    return [TOO_OLD_FOR_PACKS.found(found=found, needed=needed)]
+    return [rule.found(found=found, needed=needed)]
 
 
 def _transformer_engine_switch() -> tuple[Optional[bool], Optional[str]]:

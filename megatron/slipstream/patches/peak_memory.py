@@ -8,8 +8,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from packaging.version import Version
-
 from megatron.slipstream.fine_grained_activation_offload import peak_statistics
 
 
@@ -32,8 +30,3 @@ def forget_discarded_peaks(reset: Callable[[int], None]) -> Callable[[int], None
         peak_statistics.forget(device)
 
     return reset_all
-
-
-def has_accelerator_statistics(torch_version: str) -> bool:
-    """Whether ``torch.accelerator`` has memory statistics of its own (from torch 2.9 on)."""
-    return Version(torch_version).release >= (2, 9)

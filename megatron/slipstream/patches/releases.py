@@ -15,6 +15,10 @@ TESTED_RELEASES = ("0.18.2", "0.19.2")
 """The releases of megatron-core that the tests run with, the oldest first. To add one, add it here
 and run ``tools/generate_docs.py``; tests name the places that need a decision."""
 
+OLDEST_TORCH = "2.10"
+"""The oldest torch that the tests run with: it tells whose hooks took a saved tensor, and has a
+grouped GEMM. To change it, change it here and run ``tools/generate_docs.py``."""
+
 
 def supported(tested: Sequence[str] = TESTED_RELEASES) -> str:
     """Return the range of versions that a user may install, such as '>=0.18.2,<0.20'."""

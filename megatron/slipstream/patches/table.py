@@ -14,8 +14,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-import torch
-
 from megatron.slipstream.options import preflight
 from megatron.slipstream.patches import patching
 from megatron.slipstream.patches.patching import Patch
@@ -173,14 +171,10 @@ PEAKS = tuple(
         _lazy("peak_memory", replacement),
         "`max_memory_allocated()` would only cover the time since the engine last read the peak "
         "between two marks",
-        condition=condition,
     )
-    for prefix, stats, peaks, condition in (
-        ("_cuda", "memoryStats", "resetPeakMemoryStats", lambda: True),
-        (
-            *("_accelerator", "getDeviceStats", "resetPeakStats"),
-            _condition("peak_memory", "has_accelerator_statistics", torch.__version__),
-        ),
+    for prefix, stats, peaks in (
+        ("_cuda", "memoryStats", "resetPeakMemoryStats"),
+        ("_accelerator", "getDeviceStats", "resetPeakStats"),
     )
     for name, replacement in (
         (f"{prefix}_{stats}", "add_discarded_peaks"),

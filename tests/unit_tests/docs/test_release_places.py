@@ -42,8 +42,8 @@ def test_another_release_changes_each_place(place: Place, monkeypatch: pytest.Mo
     monkeypatch.setattr(release_places, "PLACES", (place,))
     (now,) = release_places.rewritten(ROOT)
     assert now.text == (ROOT / place.file).read_text(), "run tools/generate_docs.py"
-    (dropped,) = release_places.rewritten(ROOT, DROPPED)
-    assert place.text.format(**release_places.names(DROPPED)) in dropped.text
+    (dropped,) = release_places.rewritten(ROOT, DROPPED, "7.18")
+    assert place.text.format(**release_places.names(DROPPED, "7.18")) in dropped.text
     assert place.text.format(**release_places.names(OLD)) not in dropped.text
 
 

@@ -40,7 +40,7 @@ NO_TE = {"transformer_engine": None, "te_offload_v1": None}
 SWITCH_OFF = facts({"te_offload_v1": False, "te_offload_v1_environment": "0"})
 SWITCH_NOT_SET = facts({"te_offload_v1": False, "te_offload_v1_environment": None})
 ON_NODE_0 = frozenset(range(8))
-OLD_TORCH = facts({"torch": "2.8.1"})
+OLD_TE = facts({"transformer_engine": "2.13.1"})
 
 
 class Case(NamedTuple):
@@ -72,9 +72,12 @@ CASES = (
         "version-not-supported",
         "error",
         facts({"torch": "2.7.1"}),
-        ("torch 2.7.1 is not supported", ">=2.8", "pip install"),
+        ("torch 2.7.1 is not supported", f">={releases.OLDEST_TORCH}", "pip install"),
         # A container's build of an unreleased version, and one of one's own.
-        (facts({"torch": "2.8.0a0+5228986c39.nv25.5"}), facts({"torch": "of-mine"})),
+        (
+            facts({"torch": f"{releases.OLDEST_TORCH}.0a0+5228986c39.nv25.5"}),
+            facts({"torch": "of-mine"}),
+        ),
     ),
     Case(
         "transformer-engine-missing",
@@ -237,12 +240,11 @@ CASES = (
     Case(
         "too-old-for-graphs",
         "error",
-        training(OLD_TORCH, **LAYER_GRAPHS),
-        ("torch 2.8.1", "only from 2.9 on", "install torch 2.9 or newer"),
+        training(OLD_TE, **LAYER_GRAPHS),
+        ("transformer_engine 2.13.1", "only from 2.14 on", "install transformer_engine 2.14"),
         (
-            training(facts({"torch": "2.9.0"}), **LAYER_GRAPHS),
-            training(OLD_TORCH),
-            training(OLD_TORCH, **LAYER_GRAPHS, fine_grained_activation_offloading=False),
+            training(OLD_TE),
+            training(OLD_TE, **LAYER_GRAPHS, fine_grained_activation_offloading=False),
         ),
     ),
 )
@@ -279,7 +281,7 @@ def test_a_problem_is_found_with_its_cure_and_nothing_where_it_is_almost_there(c
 def test_all_that_is_wrong_with_flags_is_found() -> None:
     wrong = Finding("error", "a=1 is not supported with b because c", "set a=2; or b", "a")
     stays = STAYS.found(names="attn_norm, mlp_norm")
-    machine = training(OLD_TORCH, **LAYER_GRAPHS)
+    machine = training(OLD_TE, **LAYER_GRAPHS)
     assert machine.command is not None
     machine = replace(machine, command=machine.command._replace(findings=(wrong, stays)))
     row = examine(machine)[-1]

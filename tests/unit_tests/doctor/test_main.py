@@ -68,8 +68,8 @@ def test_with_an_error_the_exit_status_is_1(
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert "error    torch" in shown
-    assert "torch 2.7.1 is not supported because Slipstream needs >=2.8" in shown
-    assert "-> pip install 'torch>=2.8'" in shown
+    assert "torch 2.7.1 is not supported because Slipstream needs >=2.10" in shown
+    assert "-> pip install 'torch>=2.10'" in shown
     assert shown.endswith("Found: 1 error, 1 warning\n")
 
 
@@ -138,7 +138,7 @@ def test_json_has_every_check(
     (torch,) = (c for c in whole["checks"] if c["check"] == "torch")
     assert (torch["severity"], torch["value"]) == ("error", "2.7.1")
     assert torch["findings"][0]["rule"] == "version-not-supported"
-    assert torch["findings"][0]["cure"] == "pip install 'torch>=2.8'"
+    assert torch["findings"][0]["cure"] == "pip install 'torch>=2.10'"
 
 
 def test_json_to_a_dash_is_all_that_is_written(

@@ -49,7 +49,7 @@ class _Offloading:
         self.log: list[str] = []
         self._times_replays = times_replays
 
-    def planning(self, run: Callable[[], None], times_replays: bool) -> Any:
+    def planning(self, run: Callable[[], None]) -> Any:
         planned = SimpleNamespace(run=run, times_replays=self._times_replays)
         planned.timed_slot = lambda _: _Hooks(self.log)
         planned.plan_again = lambda _: None

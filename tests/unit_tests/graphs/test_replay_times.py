@@ -243,17 +243,6 @@ def test_a_predicted_overhead_includes_how_copies_slow_computation_down(
     assert slowdown_ms_per_gb(Bandwidth(50.0, 40.0, 50.0, 40.0)) == pytest.approx(0.395)
 
 
-def test_older_releases_of_torch_plan_from_eager_passes(
-    monkeypatch: pytest.MonkeyPatch, read: list[Times]
-) -> None:
-    monkeypatch.setattr(EagerGraphs, "records_external_events", False)
-    rig = Rig()
-    for number in range(2):
-        rig.iteration(number)
-    assert rig.graphs.is_captured
-    assert read == []
-
-
 def test_the_first_replay_does_not_count(
     monkeypatch: pytest.MonkeyPatch, read: list[Times]
 ) -> None:

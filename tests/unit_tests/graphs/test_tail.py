@@ -94,7 +94,7 @@ class Offloading:
         self.on_side: list[bool] = []
         """Whether each forward pass is on another stream than work outside of graphs."""
 
-    def planning(self, run: Callable[[], None], times_replays: bool) -> Any:
+    def planning(self, run: Callable[[], None]) -> Any:
         run()
         return contextlib.nullcontext(SimpleNamespace(run=run, times_replays=False))
 
@@ -288,9 +288,3 @@ def test_results_are_those_without_graphs(streams: Streams) -> None:
         plain.iteration(schedule, 10 * number)
     assert training.graphs.num_replays == 4
     assert equal(training, plain)
-
-
-def test_older_releases_of_torch_wait_for_the_copies(streams: Streams) -> None:
-    with patch.object(torch, "__version__", "2.8.1+cu129"):
-        assert type(CudaGraphs().new_tail()) is Tail
-    assert type(CudaGraphs().new_tail()) is not Tail

@@ -376,7 +376,7 @@ def test_graphs_with_copies_are_replayed_on_one_stream_and_each_tells_when_to_go
     assert flushed == [3] * 3 + [6] * 3
 
 
-def _warm_up_with_an_old_torch(rank: int, world_size: int, port: int) -> str:
+def _warm_up_with_an_old_transformer_engine(rank: int, world_size: int, port: int) -> str:
     from megatron.core.transformer import cuda_graphs
 
     from megatron.slipstream.integration import install
@@ -388,7 +388,7 @@ def _warm_up_with_an_old_torch(rank: int, world_size: int, port: int) -> str:
     with _as_on_a_gpu([]), patch.object(cuda_graphs, "_IS_GRAPH_CAPTURING", True):
         install.install(OffloadConfig(offload_backend="cpu"))
         (chunk,) = build_chunks(case, make_config(case, ["core_attn"]))
-        facts = dataclasses.replace(preflight.collect(), torch="2.8.0")
+        facts = dataclasses.replace(preflight.collect(), transformer_engine="2.13.0")
         x = torch.zeros(case.seq_length, case.micro_batch_size, case.hidden_size)
         try:
             with patch.object(preflight, "collect", lambda: facts):
@@ -399,9 +399,9 @@ def _warm_up_with_an_old_torch(rank: int, world_size: int, port: int) -> str:
 
 
 def test_a_capture_names_what_is_too_old_for_it() -> None:
-    (message,) = run_ranks(1, _warm_up_with_an_old_torch)
-    assert "torch 2.8.0" in message
-    assert "install torch 2.9 or newer" in message
+    (message,) = run_ranks(1, _warm_up_with_an_old_transformer_engine)
+    assert "transformer_engine 2.13.0" in message
+    assert "install transformer_engine 2.14 or newer" in message
 
 
 def _marked_norms(

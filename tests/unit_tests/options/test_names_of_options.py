@@ -55,7 +55,6 @@ NO_OPTIONS = {
     "hint_for_unknown": "an attribute of a parser of our command line",
     "unpack_hook": "of a saved tensor",
     "has_gpu": "a fact of the machine",
-    "has_grouped_gemm": "a fact of torch",
     "capability": "a fact of the GPU",
     "data_parallel_size": "megatron's validation sets it",
     "release": "a fact of megatron-core",

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
-from megatron.slipstream.experts.grouped_linear import has_grouped_gemm
 from megatron.slipstream.integration.cpu import cpu_only
 from megatron.slipstream.integration.entry import arguments
 from megatron.slipstream.integration.graphs import goals
@@ -282,7 +281,7 @@ def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
     """Return findings about parsed options, on any machine; ``argv`` are their flags."""
     has_gpu = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if has_gpu else None
-    facts = Facts(args, has_gpu=has_gpu, capability=capability, has_grouped_gemm=has_grouped_gemm())
+    facts = Facts(args, has_gpu=has_gpu, capability=capability)
     at_the_edge = ", ".join(modules_at_the_edge_of_graphs(facts))
     return [
         *compat.check_release(facts),

@@ -43,7 +43,7 @@ from megatron.slipstream.experts.capacity import (
     step_check,
 )
 from megatron.slipstream.experts.fixed_exchange import FixedExchange
-from megatron.slipstream.experts.grouped_linear import grouped_linear, has_grouped_gemm
+from megatron.slipstream.experts.grouped_linear import grouped_linear
 from megatron.slipstream.integration.seam.specs import replace_classes
 from megatron.slipstream.options.experts import EXPERT_RULES
 from megatron.slipstream.options.rules import check_rules, require
@@ -350,7 +350,6 @@ def check_experts(config: Any, capacity_factor: Optional[float]) -> None:
         "moe_sync_free_experts": True,
         "moe_sync_free_capacity_factor": capacity_factor,
         "capability": torch.cuda.get_device_capability() if has_gpu else None,
-        "has_grouped_gemm": has_grouped_gemm(),
     }
     require(check_rules(EXPERT_RULES, config, **own))
 
