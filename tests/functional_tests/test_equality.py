@@ -18,24 +18,35 @@ from tiny_gpt import (
     skip_without_model,
 )
 
+DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 ONE_RANK = {
     "dense": ModelCase("dense"),
     "moe": ModelCase("moe"),
-    "moe bf16": ModelCase("moe", bf16=True),
-    "moe, sync-free": ModelCase("moe", sync_free_experts=True),
+    "moe bf16": ModelCase("moe", num_layers=3, bf16=True),
+    "moe, sync-free": ModelCase("moe", num_layers=3, sync_free_experts=True),
     "dense and moe layers mixed": ModelCase("mixed"),
-    "mla": ModelCase("mla"),
+    "mla": ModelCase("mla", num_layers=3),
     "hybrid": ModelCase("hybrid", num_layers=8),
     "odd sizes": ModelCase(
-        "dense", hidden_size=132, num_attention_heads=6, seq_length=29, micro_batch_size=3
+        "dense",
+        num_layers=3,
+        hidden_size=132,
+        num_attention_heads=6,
+        seq_length=29,
+        micro_batch_size=3,
     ),
     "moe, odd sizes": ModelCase(
-        "moe", hidden_size=68, num_attention_heads=2, seq_length=19, micro_batch_size=1
+        "moe",
+        num_layers=3,
+        hidden_size=68,
+        num_attention_heads=2,
+        seq_length=19,
+        micro_batch_size=1,
     ),
-    "dropout": ModelCase("dense", overrides={"attention_dropout": 0.1, "hidden_dropout": 0.1}),
-    "moe, dropout": ModelCase("moe", overrides={"attention_dropout": 0.1, "hidden_dropout": 0.1}),
-    "qk norm": ModelCase("dense", overrides={"qk_layernorm": True}),
-    "moe, multi-token prediction": ModelCase("moe", overrides={"mtp_num_layers": 1}),
+    "dropout": ModelCase("dense", num_layers=3, overrides=DROPOUT),
+    "moe, dropout": ModelCase("moe", num_layers=3, overrides=DROPOUT),
+    "qk norm": ModelCase("dense", num_layers=3, overrides={"qk_layernorm": True}),
+    "moe, multi-token prediction": ModelCase("moe", num_layers=2, overrides={"mtp_num_layers": 1}),
     "hybrid, multi-token prediction": ModelCase(
         "hybrid", pattern="*-*E/*E/*E", overrides={"mtp_num_layers": 2}
     ),
@@ -102,7 +113,7 @@ def test_one_rank(case: ModelCase, backend: str) -> None:
 @pytest.mark.parametrize("lag", [2, 3])
 def test_norms_are_discarded_while_copies_read_them(lag: int) -> None:
     recomputed = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
-    case = ModelCase("dense", overrides=recomputed, num_layers=6)
+    case = ModelCase("dense", overrides=recomputed, num_layers=5)
     modules = ("qkv_linear", "core_attn")
     (result,) = _check(case, modules, "cpu-lazy", (3, 4, 2, 3), {"offload_release_lag": lag})
     assert result.moved_bytes > 0

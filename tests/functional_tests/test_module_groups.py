@@ -27,13 +27,13 @@ from tiny_gpt import (
     skip_without_model,
 )
 
-DENSE = ModelCase("dense", overrides={"hidden_dropout": 0.1})
-MOE = ModelCase("moe", overrides=SHARED_EXPERTS)
+DENSE = ModelCase("dense", num_layers=3, overrides={"hidden_dropout": 0.1})
+MOE = ModelCase("moe", num_layers=3, overrides=SHARED_EXPERTS)
 MIXED = ModelCase("mixed", overrides=SHARED_EXPERTS)
-MLA = ModelCase("mla")
+MLA = ModelCase("mla", num_layers=3)
 STATE_SPACE = ModelCase(
     "hybrid",
-    num_layers=8,
+    num_layers=7,
     pattern="*GM-",
     overrides={**GATED_DELTA_NET, **MAMBA, "hidden_dropout": 0.1},
 )
@@ -119,18 +119,21 @@ def test_all_modules_together(case: ModelCase, native: str) -> None:
 VARIANTS = {
     "bf16": replace(DENSE, bf16=True),
     "layer norm and bias": ModelCase(
-        "dense", overrides={"normalization": "LayerNorm", "add_bias_linear": True}
+        "dense", num_layers=3, overrides={"normalization": "LayerNorm", "add_bias_linear": True}
     ),
-    "no gate": ModelCase("dense", overrides={"gated_linear_unit": False}),
-    "MLP in chunks": ModelCase("dense", overrides={"mlp_chunks_for_training": 2}),
-    "further tokens": ModelCase("dense", overrides={"mtp_num_layers": 1}),
+    "no gate": ModelCase("dense", num_layers=3, overrides={"gated_linear_unit": False}),
+    "MLP in chunks": ModelCase("dense", num_layers=3, overrides={"mlp_chunks_for_training": 2}),
+    "further tokens": ModelCase("dense", num_layers=3, overrides={"mtp_num_layers": 1}),
     "sync-free experts": replace(MOE, sync_free_experts=True),
-    "latent queries": ModelCase("mla", overrides={"q_lora_rank": None}),
+    "latent queries": ModelCase("mla", num_layers=3, overrides={"q_lora_rank": None}),
     "full recomputation of two layers": replace(
-        DENSE, overrides=DENSE.overrides | FIRST_TWO_LAYERS
+        DENSE, num_layers=4, overrides=DENSE.overrides | FIRST_TWO_LAYERS
     ),
     "full recomputation of two layers, hybrid": replace(
-        STATE_SPACE, pattern="--GMGM--", overrides=STATE_SPACE.overrides | FIRST_TWO_LAYERS
+        STATE_SPACE,
+        num_layers=8,
+        pattern="--GMGM--",
+        overrides=STATE_SPACE.overrides | FIRST_TWO_LAYERS,
     ),
 }
 
@@ -155,7 +158,7 @@ def test_variants(name: str) -> None:
 
 @pytest.mark.releases
 def test_latent_attention_of_a_hybrid_model() -> None:
-    case = ModelCase("hybrid", num_layers=6, pattern="+-")
+    case = ModelCase("hybrid", num_layers=4, pattern="+-")
     skip_without_model(case)
     result = check(case, all_modules("mla"), reads_memory=True)
     latent = {"attn_norm", "core_attn", "attn_proj", "mla_down_proj", "mla_up_proj", "output_layer"}
@@ -198,10 +201,10 @@ def test_recomputation_beside(case: ModelCase, recomputed: Sequence[str]) -> Non
 TWO_RANKS = {
     "PP2 VPP2": (replace(DENSE, pp=2, vpp=2, num_layers=8), (4, 2, 4)),
     "PP2 mixed": (replace(MIXED, pp=2), (4, 3, 3)),
-    "PP2 MLA": (replace(MLA, pp=2), (3, 3)),
+    "PP2 MLA": (replace(MLA, pp=2, num_layers=4), (3, 3)),
     "TP2": (ModelCase("dense", tp=2, overrides={"normalization": "LayerNorm"}), (1, 2, 2)),
     "EP2": (replace(MOE, ep=2), (1, 2, 2)),
-    "PP2 GM": (replace(STATE_SPACE, pp=2, pattern="*GM-|*GM-"), (3, 3)),
+    "PP2 GM": (replace(STATE_SPACE, pp=2, num_layers=8, pattern="*GM-|*GM-"), (3, 3)),
 }
 OF_A_RELEASE = "PP2 VPP2", "TP2", "EP2", "PP2 GM"
 """Each schedule and kind of group once."""
