@@ -31,7 +31,7 @@ FLAT_BYTES = 1 << 20
 """By which the memory of tensors may grow in the second half of a training."""
 
 
-def packed(kind: str, num_layers: int = 4, **overrides: Any) -> ModelCase:
+def packed(kind: str, num_layers: int = 3, **overrides: Any) -> ModelCase:
     return ModelCase(
         kind, num_layers=num_layers, is_packed=True, micro_batch_size=1, overrides=overrides
     )
@@ -41,9 +41,9 @@ ON_CPU = {
     "dense": packed("dense"),
     "MoE": packed("moe"),
     "MoE with bias": packed("moe", **EXPERT_BIAS),
-    "mixed": packed("mixed"),
+    "mixed": packed("mixed", 4),
     "MLA": packed("mla"),
-    "hybrid": packed("hybrid"),
+    "hybrid": packed("hybrid", 4),
     "hybrid, dense": replace(packed("hybrid", 3, mtp_num_layers=1), pattern="*-*/*-"),
     "hybrid, MLA": replace(packed("hybrid", 3), pattern="+-"),
 }
@@ -143,11 +143,11 @@ def test_one_rank(name: str) -> None:
 @pytest.mark.parametrize(
     "name, layout, num_sets, is_offloading",
     [
-        ("dense", {"pp": 2}, [1, 2], False),
+        ("dense", {"num_layers": 2, "pp": 2}, [1, 2], False),
         ("dense, attention", {"num_layers": 8, "pp": 2, "vpp": 2}, [4, 6], True),
         (
             "hybrid, dense",
-            {"num_layers": 16, "pp": 2, "vpp": 2, "pattern": "*-*-|*-*-|*-*-|*-*-"},
+            {"num_layers": 8, "pp": 2, "vpp": 2, "pattern": "*-|*-|*-|*-"},
             [4, 6],
             True,
         ),
@@ -176,7 +176,7 @@ def _with_one_set(*arguments: Any) -> LayersReplayed:
 
 @pytest.mark.parametrize("modules", [(), DENSE_MODULES], ids=["", "offloading"])
 def test_a_schedule_with_more_micro_batches_in_flight_than_sets(modules: Sequence[str]) -> None:
-    case, scope = case_of("dense", ON_CPU, pp=2)
+    case, scope = case_of("dense", ON_CPU, num_layers=4, pp=2)
     results = run_ranks(2, _with_one_set, case, scope, (4, 2, 6), modules, "cpu-lazy")
     assert [(result.difference, result.num_sets) for result in results] == [(None, 1)] * 2
     assert [result.were_too_few for result in results] == [True, False]

@@ -26,8 +26,8 @@ COMMON = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --swiglu --disable-bias-linear
     --seq-length 128 --max-position-embeddings 128 --position-embedding-type rope
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --train-iters 8
-    --eval-interval 8 --eval-iters 1 --eval-before-training --split 90,10,0 --log-interval 1
+    --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --train-iters 6
+    --eval-interval 6 --eval-iters 1 --eval-before-training --split 90,10,0 --log-interval 1
     --calculate-per-token-loss --thd-max-packed-sequences 12
 """.split()
 MOE = """
@@ -156,4 +156,4 @@ def test_packed_training_learns_the_same_with_chunk_graphs(
     assert [result_of(record) for record in on] == [result_of(record) for record in off]
     num_chunks = 2 if VPP2[0] in flags else 1
     num_micro_batches = 2 if DYNAMIC[-1] in flags else 4
-    assert num_replays == [(8 - 2) * num_micro_batches * num_chunks] * num_ranks
+    assert num_replays == [(6 - 2) * num_micro_batches * num_chunks] * num_ranks
