@@ -23,7 +23,7 @@ from gpu_models import MOE
 from imitated_layer_graphs import imitated_layer_graphs
 from model_case import ModelCase
 from ranks import run_ranks
-from replayed_gpt import LayerGraphs, Poison, Training, start
+from replayed_gpt import LayerGraphs, Poison, Training, gradients_and_buffers, start
 from tiny_gpt import first_difference, use_gpu
 
 from megatron.slipstream.graphs.capture import graph_pool_bytes
@@ -107,6 +107,10 @@ class Recipe(Training):
         outside = torch.cuda.max_memory_allocated() - before
         self.peaks_bytes.append(outside + graph_pool_bytes())
         return losses
+
+    def state(self) -> list[torch.Tensor]:
+        """Without the states of random numbers, which nothing draws and recomputation advances."""
+        return gradients_and_buffers(self.chunks)
 
     def update(self) -> None:
         """Change weights as megatron's training loop does."""

@@ -537,6 +537,10 @@ class Training:
         step += 1000 * forward_only
         return run_step(self.case, self.config, self.chunks, step, item, forward_only=forward_only)
 
+    def state(self) -> list[torch.Tensor]:
+        """The results of an iteration other than its losses."""
+        return gradients_and_state(self.chunks)
+
     def update(self) -> None:
         """Change weights after an iteration."""
         update(self.chunks)
@@ -555,7 +559,7 @@ class Training:
         result = self.passes(step, item)
         for chunk in self.chunks:
             chunk.finish_grad_sync()
-        result += gradients_and_state(self.chunks)
+        result += self.state()
         self.update()
         forget_counts(self.chunks)
         if step % self.evaluates_every == 1:
