@@ -25,7 +25,6 @@ PROCESS = preflight.ProcessFacts(
     te_offload_v1=True,
     te_offload_v1_environment="1",
     available_memory_bytes=1000 * GIB,
-    affinity_tools=True,
 )
 
 
@@ -38,9 +37,9 @@ def write(root: Path, files: dict[str, object]) -> Path:
     return root
 
 
-def gpu(number: int, node: int) -> Gpu:
-    """A GPU of the kind used in benchmarks/, on a machine with two nodes."""
-    return Gpu(number, "NVIDIA H200", 140 * GIB, node, Bandwidth(55.4, 55.6, 50.8, 50.8))
+def gpu(number: int) -> Gpu:
+    """A GPU of the kind used in benchmarks/."""
+    return Gpu(number, "NVIDIA H200", 140 * GIB, bandwidth=Bandwidth(55.4, 55.6, 50.8, 50.8))
 
 
 HEALTHY = MachineFacts(
@@ -49,11 +48,9 @@ HEALTHY = MachineFacts(
     torch_cuda="13.0",
     driver="580.65.06",
     patches={"megatron.core.f": None},
-    gpus=(gpu(0, 0), gpu(1, 1)),
-    cpus_of_node={0: frozenset(range(8)), 1: frozenset(range(8, 16))},
-    cpus=frozenset(range(16)),
+    gpus=(gpu(0), gpu(1)),
 )
-"""Two H200, one on each node."""
+"""Two H200."""
 
 
 def facts(process: dict[str, Any] | None = None, **changes: Any) -> MachineFacts:
@@ -68,7 +65,7 @@ def environment(machine: MachineFacts = HEALTHY, **variables: str) -> MachineFac
 
 def first_gpu(**changes: Any) -> MachineFacts:
     """The healthy machine with another first GPU."""
-    return replace(HEALTHY, gpus=(gpu(0, 0)._replace(**changes), HEALTHY.gpus[1]))
+    return replace(HEALTHY, gpus=(gpu(0)._replace(**changes), HEALTHY.gpus[1]))
 
 
 def training(machine: MachineFacts = HEALTHY, **options: Any) -> MachineFacts:

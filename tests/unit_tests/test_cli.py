@@ -128,7 +128,7 @@ def test_a_bad_file_among_good_ones_shows_nothing(
             [
                 "slipstream doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py",
                 "Exit status: 0 without errors, 1 with errors, 2 for invalid options",
-                "--json FILE",
+                "--no-bandwidth",
             ],
         ),
     ],
@@ -383,7 +383,7 @@ def test_an_unknown_option_shows_how_its_command_is_used(
     [
         (["report", "file.json", "--hml=page.html"], "--html"),
         (["plan", "--targt-memory", "3"], "--target-memory"),
-        (["doctor", "--jsn", "file.json"], "--json"),
+        (["doctor", "--no-bandwith"], "--no-bandwidth"),
     ],
     ids=lambda value: value[0],
 )

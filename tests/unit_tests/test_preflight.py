@@ -112,7 +112,7 @@ def test_whatever_keeps_transformer_engine_from_importing_is_told(
 def test_a_switch_is_called_late_only_if_it_is_set(
     environment: str | None, shown: str, is_late: bool
 ) -> None:
-    facts = ProcessFacts("3.12", None, None, "2.20", None, False, environment, None, True)
+    facts = ProcessFacts("3.12", None, None, "2.20", None, False, environment, None)
     (finding,) = check_process(facts, offloading=True)
     assert finding.message.startswith(f"NVTE_CPU_OFFLOAD_V1{shown} is not supported")
     assert ("after Transformer Engine was imported" in finding.message) == is_late
@@ -124,7 +124,7 @@ def test_a_switch_is_called_late_only_if_it_is_set(
     [("2.14.0", []), ("2.20.2", []), ("2.13.1", ["transformer_engine 2.13.1"]), (None, [])],
 )
 def test_graphs_need_newer_versions(te: str | None, wrong: list[str]) -> None:
-    facts = ProcessFacts("3.12", None, None, te, None, True, "1", None, True)
+    facts = ProcessFacts("3.12", None, None, te, None, True, "1", None)
     findings = check_graphs(facts)
     assert [finding.severity for finding in findings] == ["error"] * len(wrong)
     for finding, version in zip(findings, wrong, strict=True):

@@ -29,11 +29,11 @@ def measure(number: int, cpus: frozenset[int]) -> Union[Bandwidth, str]:
 
     Args:
         number: The GPU, as torch numbers it.
-        cpus: CPUs of the GPU's node on which the process may run; if empty, it is not moved.
+        cpus: Those of the GPU's node. A process that may use none of them is not moved.
     """
     before = os.sched_getaffinity(0)
     try:
-        os.sched_setaffinity(0, cpus or before)
+        os.sched_setaffinity(0, cpus & before or before)
         with torch.cuda.device(number):
             return measure_bandwidth(CudaBackend())
     except (RuntimeError, MemoryError) as error:

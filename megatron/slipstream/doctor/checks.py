@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from packaging.specifiers import SpecifierSet
+from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from megatron.slipstream.doctor.facts import MachineFacts
@@ -20,6 +20,7 @@ from megatron.slipstream.options.host_memory import HOST_MEMORY_SHARE, host_memo
 from megatron.slipstream.options.rules import Finding, Severity
 from megatron.slipstream.patches.releases import OLDEST_TORCH, supported
 from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.plan.trace import Bandwidth
 
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
 """Severities in ascending order."""
@@ -58,8 +59,7 @@ class Check(NamedTuple):
 class Row(NamedTuple):
     """A check's result."""
 
-    topic: str
-    label: str
+    check: Check
     value: str
     findings: Findings
 
@@ -82,42 +82,34 @@ def examine(facts: MachineFacts) -> list[Row]:
     rows = []
     for check in CHECKS:
         findings = Findings()
-        rows.append(Row(check.topic, check.label, check.look(facts, findings), findings))
+        rows.append(Row(check, check.look(facts, findings), findings))
     return rows
 
 
 _topic = "Versions"
 
 PACKAGES = {
-    "torch": f">={OLDEST_TORCH}",
-    "megatron-core": supported(),
-    "Transformer Engine": ">=2.14",
+    "torch": f"torch>={OLDEST_TORCH}",
+    "megatron-core": f"megatron-core{supported()}",
+    "Transformer Engine": "transformer-engine[pytorch]>=2.14",
 }
-"""The supported versions of a package, as in pyproject.toml."""
-
-INSTALL = {
-    name: f"pip install '{distribution}{PACKAGES[name]}'"
-    for name, distribution in (
-        ("torch", "torch"),
-        ("megatron-core", "megatron-core"),
-        ("Transformer Engine", "transformer-engine[pytorch]"),
-    )
-}
+"""What the package needs, as in pyproject.toml."""
 
 MAX_BUILD_S = 600.0
 """Longer than any extension of megatron-core or Transformer Engine takes to compile."""
 
 
 def _version(name: str, found: Optional[str], findings: Findings) -> str:
+    needed = PACKAGES[name]
+    cure = f"pip install '{needed}'"
     if found is None:
-        message = f"{name} is not installed, but training needs it"
-        findings.error("not-installed", message, INSTALL[name])
+        findings.error("not-installed", f"{name} is not installed, but training needs it", cure)
         return "not installed"
     # A container's build of an unreleased version counts as released; a private build passes.
     with contextlib.suppress(InvalidVersion):
-        if not SpecifierSet(PACKAGES[name]).contains(Version(found).base_version):
-            message = f"{name} {found} is not supported because Slipstream needs {PACKAGES[name]}"
-            findings.error("version-not-supported", message, INSTALL[name])
+        if not Requirement(needed).specifier.contains(Version(found).base_version):
+            message = f"{name} {found} is not supported because Slipstream needs {needed}"
+            findings.error("version-not-supported", message, cure)
     return found
 
 
@@ -146,7 +138,8 @@ def _transformer_engine(facts: MachineFacts, findings: Findings) -> str:
         return _version("Transformer Engine", found, findings)
     if facts.gpus:
         message = "Transformer Engine is not installed, but only its layers offload on a GPU"
-        findings.warning("transformer-engine-missing", message, INSTALL["Transformer Engine"])
+        cure = f"pip install '{PACKAGES['Transformer Engine']}'"
+        findings.warning("transformer-engine-missing", message, cure)
     return "not installed"
 
 
@@ -208,13 +201,9 @@ def _switch(facts: MachineFacts, findings: Findings) -> str:
     return {None: "no such switch", True: "1", False: "0"}[process.te_offload_v1]
 
 
-@_check(
-    "NCCL in CUDA graphs",
-    "illegal memory accesses, or a deadlock, in captured collectives",
-)
+@_check("NCCL in CUDA graphs", "illegal memory accesses in captured collectives")
 def _nccl(facts: MachineFacts, findings: Findings) -> str:
-    names = (*ALLOCATORS, "NCCL_GRAPH_REGISTER", "NCCL_GRAPH_MIXING_SUPPORT")
-    found = {name: facts.environment.get(name) for name in names}
+    found = {name: facts.environment.get(name) for name in (*ALLOCATORS, "NCCL_GRAPH_REGISTER")}
     for name, unnoticed in ALLOCATORS.items():
         settings = (found[name] or "").lower().replace(" ", "").split(",")
         if "expandable_segments:true" not in settings:
@@ -227,13 +216,6 @@ def _nccl(facts: MachineFacts, findings: Findings) -> str:
                 f"which with such memory leads to illegal accesses{unnoticed}",
                 "set NCCL_GRAPH_REGISTER=0, or leave expandable_segments out",
             )
-    if found["NCCL_GRAPH_MIXING_SUPPORT"] == "0" and facts.graphs != "none":
-        findings.warning(
-            "no-graph-mixing",
-            "NCCL_GRAPH_MIXING_SUPPORT=0 is not supported with graphs of single layers because "
-            "they run beside other operations, and may deadlock",
-            "unset NCCL_GRAPH_MIXING_SUPPORT",
-        )
     return "\n".join(f"{n}={v}" for n, v in found.items() if v is not None) or "not set"
 
 
@@ -271,16 +253,16 @@ def _gpus(facts: MachineFacts, findings: Findings) -> str:
 def _copies(facts: MachineFacts, findings: Findings) -> str:
     if not facts.gpus:
         return "no GPU"
-    if not facts.measures:
+    if facts.gpus[0].bandwidth is None:
         return findings.unknown("--no-bandwidth was given")
     lines = []
-    measured = [gpu.bandwidth for gpu in facts.gpus if gpu.bandwidth is not None]
+    measured = [gpu.bandwidth for gpu in facts.gpus if isinstance(gpu.bandwidth, Bandwidth)]
     fastest = [max(rates, default=0.0) for rates in zip(*measured, strict=True)]
     for gpu in facts.gpus:
         rates = gpu.bandwidth
-        if rates is None:
+        if not isinstance(rates, Bandwidth):
             lines.append(f"GPU {gpu.number}: not measured")
-            message = f"GPU {gpu.number}: copies could not be measured: {gpu.bandwidth_error}"
+            message = f"GPU {gpu.number}: copies could not be measured: {rates}"
             cure = "check whether another process uses the memory of the GPU, or pins the host's"
             findings.warning("bandwidth-not-measured", message, cure)
             continue
@@ -300,40 +282,8 @@ def _copies(facts: MachineFacts, findings: Findings) -> str:
     return "\n".join(lines)
 
 
-@_check("CPU affinity", "copies cross the link between sockets")
-def _affinity(facts: MachineFacts, findings: Findings) -> str:
-    rank = facts.environment.get("LOCAL_RANK", "")
-    is_rank = rank.isdigit() and int(rank) < len(facts.gpus)
-    for gpu in [facts.gpus[int(rank)]] if is_rank else facts.gpus:
-        if gpu.node is not None and not facts.cpus_of_node[gpu.node] & facts.cpus:
-            findings.warning(
-                "bound-to-another-node",
-                f"GPU {gpu.number} is on NUMA node {gpu.node}, but this process may run only on "
-                "CPUs of other nodes: copies cross the link between the sockets",
-                "start the training with torchrun --numa-binding=node, or the rank with numactl "
-                f"--cpunodebind={gpu.node} --membind={gpu.node}",
-            )
-    number, of_machine = len(facts.cpus), len(frozenset().union(*facts.cpus_of_node.values()))
-    return f"all {number} CPUs" if number >= of_machine else f"{number} of {of_machine} CPUs"
-
-
-@_check("Affinity tools", "megatron-core's training loop raises an error")
-def _tools(facts: MachineFacts, findings: Findings) -> str:
-    if facts.process.affinity_tools:
-        return "cuda-python and pynvml"
-    if facts.gpus:
-        message = (
-            "cuda-python or pynvml is missing, with which megatron-core's training loop binds each "
-            "process to its GPU's NUMA node; offloading ends in an error (not of ./run train)"
-        )
-        findings.warning("affinity-tools-missing", message, "pip install cuda-python nvidia-ml-py")
-    return "not both installed"
-
-
 _topic = "Host memory"
 
-LITTLE_BYTES = 4 << 30
-"""A GPU rank's share below which only a few layers of a large model could be offloaded."""
 LAUNCHERS = ("SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Variables of launchers for the number of processes on this host."""
 
@@ -367,13 +317,6 @@ def _share(facts: MachineFacts, findings: Findings) -> str:
     if available is None:
         return findings.unknown("neither /proc/meminfo nor a control group reports any")
     share = host_memory_share_bytes(available, ranks)
-    if facts.gpus and share < LITTLE_BYTES:
-        findings.warning(
-            "little-host-memory",
-            f"each of {ranks} ranks may pin {format_bytes(share)} of host memory; activations "
-            "beyond it stay on the GPU",
-            "give the job more host memory (a container's limit counts), or offload fewer modules",
-        )
     limit = facts.args and facts.args.offload_host_memory_limit_bytes
     if limit and limit * ranks > available:
         findings.warning(

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 from megatron.slipstream.estimate.training_command import Words, split_command
 from megatron.slipstream.options import preflight
@@ -30,10 +30,10 @@ class Gpu(NamedTuple):
     number: int
     name: str
     memory_bytes: int
-    node: Optional[int] = None
-    """Its NUMA node."""
-    bandwidth: Optional[Bandwidth] = None
-    bandwidth_error: Optional[str] = None
+    cpus: frozenset[int] = frozenset()
+    """Those of its NUMA node; none if the kernel does not report them."""
+    bandwidth: Union[Bandwidth, str, None] = None
+    """Of copies, or the error of the measurement; None if they are not measured."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,6 @@ class MachineFacts:
     """As the user gives it."""
     words: Words = Words(())
     """A training command."""
-    measures: bool = True
-    """Whether copies are to be measured."""
     torch_cuda: Optional[str] = None
     """Version of the CUDA runtime that torch is built with."""
     torch_error: Optional[str] = None
@@ -56,10 +54,6 @@ class MachineFacts:
     """Version of the NVIDIA driver."""
     gpus: tuple[Gpu, ...] = ()
     """Those that torch sees."""
-    cpus_of_node: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    """The CPUs of each NUMA node that has any."""
-    cpus: frozenset[int] = frozenset()
-    """The CPUs that this process may run on."""
     patches: Mapping[str, Optional[str]] = field(default_factory=dict)
     """What Slipstream replaces in the installed packages, and why that is not possible."""
     command: Optional[Checked] = None
@@ -106,21 +100,17 @@ def collect(
     environment = dict(os.environ)  # Before imports, which set variables.
     process = preflight.collect()
     torch, error = _torch()
-    nodes, cpus = cpus_of_nodes(root), frozenset(os.sched_getaffinity(0))
-    gpus = _gpus_of_torch(torch, root) if torch is not None and torch.cuda.is_available() else ()
+    gpus = _gpus_of_torch(torch, root) if torch is not None and torch.cuda.is_available() else []
     if measures and gpus:
-        gpus = tuple(
-            with_bandwidth(gpu, cpus if gpu.node is None else cpus & nodes[gpu.node])
-            for gpu in gpus
-        )
+        from megatron.slipstream.doctor.bandwidth import measure  # imports torch
+
+        gpus = [gpu._replace(bandwidth=measure(gpu.number, gpu.cpus)) for gpu in gpus]
     facts = MachineFacts(
-        *(process, environment, ranks_per_host, command, measures),
+        *(process, environment, ranks_per_host, command),
         torch_cuda=torch and torch.version.cuda,
         torch_error=error,
         driver=driver_version(root),
-        gpus=gpus,
-        cpus_of_node=nodes,
-        cpus=cpus,
+        gpus=tuple(gpus),
     )
     if not facts.has_megatron:
         return facts
@@ -144,16 +134,6 @@ def _torch() -> tuple[Any, Optional[str]]:
         return None, None if is_missing else f"{type(error).__name__}: {error}"
 
 
-def with_bandwidth(gpu: Gpu, cpus: frozenset[int]) -> Gpu:
-    """Measure a GPU's bandwidth from ``cpus``; return the GPU with it or with the error."""
-    from megatron.slipstream.doctor.bandwidth import measure  # imports torch
-
-    found = measure(gpu.number, cpus)
-    if isinstance(found, str):
-        return gpu._replace(bandwidth_error=found)
-    return gpu._replace(bandwidth=found)
-
-
 def _patches() -> dict[str, Optional[str]]:
     """Return the targets of all needed patches, with their problem. Imports megatron-core."""
     from megatron.slipstream.patches import table
@@ -173,15 +153,15 @@ def _patches() -> dict[str, Optional[str]]:
 # GPUs and NUMA nodes
 
 
-def _gpus_of_torch(torch: Any, root: Path) -> tuple[Gpu, ...]:
+def _gpus_of_torch(torch: Any, root: Path) -> list[Gpu]:
     gpus = []
     for number in range(torch.cuda.device_count()):
         of = torch.cuda.get_device_properties(number)
         address = "unknown"
         if hasattr(of, "pci_bus_id"):  # Not every torch has it.
             address = f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
-        gpus.append(Gpu(number, of.name, of.total_memory, gpu_node(root, address)))
-    return tuple(gpus)
+        gpus.append(Gpu(number, of.name, of.total_memory, local_cpus(root, address)))
+    return gpus
 
 
 def driver_version(root: Path) -> Optional[str]:
@@ -191,21 +171,11 @@ def driver_version(root: Path) -> Optional[str]:
     return found and found[1]
 
 
-def gpu_node(root: Path, pci_address: str) -> Optional[int]:
-    """Return the NUMA node of a PCI device; None if the kernel does not report it."""
-    lines = read_lines(root / "sys/bus/pci/devices" / pci_address / "numa_node")
-    return int(lines[0]) if lines and lines[0].isdigit() else None
-
-
-def cpus_of_nodes(root: Path) -> dict[int, frozenset[int]]:
-    """Return the online CPUs of each NUMA node that has any."""
-    found = {}
-    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
-        cpus: set[int] = set()
-        for line in read_lines(folder / "cpulist")[:1]:  # such as '0-3,8'
-            for part in filter(None, line.strip().split(",")):
-                first, _, last = part.partition("-")
-                cpus.update(range(int(first), int(last or first) + 1))
-        if cpus:
-            found[int(folder.name.removeprefix("node"))] = frozenset(cpus)
-    return found
+def local_cpus(root: Path, pci_address: str) -> frozenset[int]:
+    """Return the CPUs on the NUMA node of a PCI device; none if the kernel does not report them."""
+    lines = read_lines(root / "sys/bus/pci/devices" / pci_address / "local_cpulist")
+    cpus: set[int] = set()
+    for part in filter(None, "".join(lines).split(",")):  # such as '0-3,8'
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)

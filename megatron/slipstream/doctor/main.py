@@ -5,17 +5,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
-
-from megatron.slipstream.version import __version__
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from megatron.slipstream.doctor.checks import Row
@@ -24,7 +19,7 @@ _EPILOG = """\
 Examples:
   slipstream doctor
   slipstream doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
-  srun --ntasks-per-node 8 slipstream doctor --json doctor.json --no-bandwidth   # as a rank
+  srun --ntasks-per-node 8 slipstream doctor --no-bandwidth   # as a rank
 
 Marks: ok, note (information), warning (slow, or fails later), error (fails, or computes wrong).
 Exit status: 0 without errors, 1 with errors, 2 for invalid options.
@@ -43,7 +38,6 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add = parser.add_argument
     about = "flags of a training, or the whole command with torchrun, to check by all rules"
     add("words", nargs="*", metavar="-- COMMAND", help=about)
-    add("--json", metavar="FILE", help="write the findings as JSON; '-': in place of the table")
     about = "do not measure copies (a few seconds, 256 MiB of each GPU and of host memory)"
     add("--no-bandwidth", action="store_true", help=about)
     about = "processes on this host (default: the launcher's number, or one for each GPU)"
@@ -57,43 +51,24 @@ def run(options: argparse.Namespace) -> int:
     # Imported here to keep `slipstream --help` fast.
     from megatron.slipstream.doctor.checks import examine
     from megatron.slipstream.doctor.facts import collect
-    from megatron.slipstream.estimate.file_errors import require_writable, writing
-    from megatron.slipstream.plan.whole_files import write_whole
 
     number = options.ranks_per_host
     if number is not None and number < 1:
         raise ValueError(f"--ranks-per-host={number} must be positive; give 1 or more")
-    path = None if options.json in (None, "-") else Path(options.json)
-    if path is not None:
-        require_writable("--json", path)
     rows = examine(collect(number, not options.no_bandwidth, options.words))
-    if options.json == "-":
-        sys.stdout.write(to_json(rows))
-    else:
-        render(rows, sys.stdout)
-    if path is not None:
-        with writing("--json", path):
-            write_whole(path, to_json(rows).encode())
+    render(rows, sys.stdout)
     return int(any(row.severity == "error" for row in rows))
 
 
 WIDTH = 100
 """Maximum width in columns."""
 
-_COLOURS = {"ok": "32", "note": "36", "warning": "33", "error": "1;31"}
-"""Terminal codes: green, cyan, yellow, bold red."""
-
 
 def render(rows: list[Row], stream: TextIO) -> None:
-    """Write the rows by topic, in colour only to a terminal, and the number of findings."""
-    has_colours = stream.isatty() and "NO_COLOR" not in os.environ
-    for title, of_topic in groupby(rows, key=lambda row: row.topic):
-        stream.write(title + "\n")
-        for mark, line in (line for row in of_topic for line in _lines(row)):
-            if mark and has_colours:
-                line = f"\x1b[{_COLOURS[mark]}m{mark}\x1b[0m" + line.removeprefix(mark)
-            stream.write(line + "\n")
-        stream.write("\n")
+    """Write the rows by topic, and the number of findings."""
+    for topic, of_topic in groupby(rows, key=lambda row: row.check.topic):
+        lines = [line for row in of_topic for line in _lines(row)]
+        stream.write("\n".join([topic, *lines]) + "\n\n")
     numbers = Counter(finding.severity for row in rows for finding in row.findings)
     counted = [
         f"{numbers[severity]} {severity}{'s' if numbers[severity] > 1 else ''}"
@@ -103,25 +78,13 @@ def render(rows: list[Row], stream: TextIO) -> None:
     stream.write(f"Found: {', '.join(counted) or 'nothing'}\n")
 
 
-def _lines(row: Row) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a row with the severities that they begin with."""
-    cells: list[tuple[str, str, str]] = [(row.severity, row.label, row.value)]
+def _lines(row: Row) -> Iterator[str]:
+    cells: list[tuple[str, str, str]] = [(row.severity, row.check.label, row.value)]
     for finding in row.findings:
         cells.append((finding.severity * (len(row.findings) > 1), "", finding.message))
         cells += [("", "", f"-> {finding.cure}")] * bool(finding.cure)
     for mark, label, text in cells:
         for paragraph in text.split("\n"):
             for part in textwrap.wrap(paragraph, WIDTH - 32, break_on_hyphens=False) or [""]:
-                yield mark, f"{mark:<9}{label:<23}{part}".rstrip()
+                yield f"{mark:<9}{label:<23}{part}".rstrip()
                 mark = label = ""
-
-
-def to_json(rows: list[Row]) -> str:
-    """Return what was seen and all findings as JSON."""
-    checks: list[dict[str, Any]] = []
-    for row in rows:
-        findings = [finding._asdict() for finding in row.findings]
-        seen = {"severity": row.severity, "value": row.value, "findings": findings}
-        checks.append({"topic": row.topic, "check": row.label, **seen})
-    whole = {"schema": "slipstream-doctor", "version": 3, "slipstream": __version__}
-    return json.dumps({**whole, "checks": checks}, indent=1) + "\n"

@@ -48,10 +48,6 @@ class ProcessFacts:
     available_memory_bytes: Optional[int]
     """Host memory that can still be pinned: see :func:`available_memory_bytes`."""
 
-    affinity_tools: bool
-    """Whether cuda-python and pynvml, with which megatron pins a process to its GPU's node, are
-    installed."""
-
 
 def collect() -> ProcessFacts:
     """Collect the facts of this process. Imports Transformer Engine if installed."""
@@ -65,8 +61,6 @@ def collect() -> ProcessFacts:
         te_offload_v1=switch,
         te_offload_v1_environment=os.environ.get(TE_SWITCH),
         available_memory_bytes=available_memory_bytes(),
-        # Other packages share the folder 'cuda' with cuda-python.
-        affinity_tools=is_installed("cuda.bindings") and is_installed("pynvml"),
     )
 
 

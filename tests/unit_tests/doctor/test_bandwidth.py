@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from doctor_facts import gpu
 from timed_backend import TimedBackend
 
 from megatron.slipstream.doctor import bandwidth
-from megatron.slipstream.doctor.facts import with_bandwidth
 from megatron.slipstream.plan.trace import Bandwidth
 
 
@@ -105,11 +103,10 @@ def test_what_keeps_copies_from_being_measured_is_told(
 ) -> None:
     backend = kind()
     monkeypatch.setattr(bandwidth, "CudaBackend", lambda: backend)
-    measured = with_bandwidth(gpu(0, 0)._replace(bandwidth=None), frozenset())
-    assert measured.bandwidth is None
-    assert measured.bandwidth_error is not None
-    assert error in measured.bandwidth_error
-    assert "\n" not in measured.bandwidth_error
+    measured = bandwidth.measure(0, frozenset())
+    assert isinstance(measured, str)
+    assert error in measured
+    assert "\n" not in measured
     assert backend.num_lent == 0
 
 
@@ -125,7 +122,8 @@ def test_the_process_runs_beside_the_gpu_meanwhile(monkeypatch: pytest.MonkeyPat
             return super().allocate_host(nbytes)
 
     monkeypatch.setattr(bandwidth, "CudaBackend", Watched)
-    measured = with_bandwidth(gpu(3, 1)._replace(bandwidth=None), beside)
-    assert measured.bandwidth is not None
-    assert during == [beside]
+    elsewhere = frozenset({max(before) + 1})
+    for cpus in (beside | elsewhere, elsewhere):
+        assert isinstance(bandwidth.measure(3, cpus), Bandwidth)
+    assert during == [beside, before]
     assert os.sched_getaffinity(0) == before

@@ -16,10 +16,9 @@ from typing import NamedTuple
 import pytest
 from doctor_facts import GIB, HEALTHY, environment, facts, first_gpu, training
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from megatron.slipstream.doctor import checks
-from megatron.slipstream.doctor.checks import CHECKS, INSTALL, PACKAGES, SEVERITIES, Row, examine
+from megatron.slipstream.doctor.checks import CHECKS, PACKAGES, SEVERITIES, Row, examine
 from megatron.slipstream.doctor.facts import MachineFacts
 from megatron.slipstream.estimate.training_command import Words
 from megatron.slipstream.integration.entry.checks import Checked
@@ -39,7 +38,6 @@ EXPANDS = environment(**EXPANDABLE)
 NO_TE = {"transformer_engine": None, "te_offload_v1": None}
 SWITCH_OFF = facts({"te_offload_v1": False, "te_offload_v1_environment": "0"})
 SWITCH_NOT_SET = facts({"te_offload_v1": False, "te_offload_v1_environment": None})
-ON_NODE_0 = frozenset(range(8))
 OLD_TE = facts({"transformer_engine": "2.13.1"})
 
 
@@ -137,16 +135,6 @@ CASES = (
         ("PYTORCH_ALLOC_CONF=max", "so it does not refuse the run"),
     ),
     Case("expandable-segments-in-graphs", "warning", EXPANDS, ("set NCCL_GRAPH_REGISTER=0",)),
-    Case(
-        "no-graph-mixing",
-        "warning",
-        training(environment(NCCL_GRAPH_MIXING_SUPPORT="0"), **LAYER_GRAPHS),
-        ("NCCL_GRAPH_MIXING_SUPPORT=0", "unset"),
-        (
-            training(environment(NCCL_GRAPH_MIXING_SUPPORT="1"), **LAYER_GRAPHS),
-            training(environment(NCCL_GRAPH_MIXING_SUPPORT="0")),
-        ),
-    ),
     # GPUs
     Case(
         "no-gpu",
@@ -185,28 +173,8 @@ CASES = (
     Case(
         "bandwidth-not-measured",
         "warning",
-        first_gpu(bandwidth=None, bandwidth_error="out of memory"),
+        first_gpu(bandwidth="out of memory"),
         ("GPU 0", "out of memory", "another process"),
-    ),
-    Case(
-        "bound-to-another-node",
-        "warning",
-        replace(HEALTHY, cpus=ON_NODE_0),
-        ("GPU 1 is on NUMA node 1", "CPUs of other nodes", "numactl --cpunodebind=1 --membind=1"),
-        (
-            replace(HEALTHY, cpus=ON_NODE_0, gpus=HEALTHY.gpus[:1]),
-            replace(HEALTHY, cpus=frozenset(range(9))),
-            replace(first_gpu(node=None), cpus=frozenset(range(8, 16))),
-            # Each rank is bound to its own GPU.
-            replace(environment(LOCAL_RANK="0"), cpus=ON_NODE_0),
-        ),
-    ),
-    Case(
-        "affinity-tools-missing",
-        "warning",
-        facts({"affinity_tools": False}),
-        ("cuda-python or pynvml is missing", "pip install cuda-python nvidia-ml-py"),
-        (facts({"affinity_tools": False}, gpus=()),),
     ),
     # Host memory
     Case(
@@ -217,16 +185,6 @@ CASES = (
         (
             environment(SLURM_NTASKS_PER_NODE="8"),
             replace(HEALTHY, environment={"SLURM_NTASKS_PER_NODE": "1"}),
-        ),
-    ),
-    Case(
-        "little-host-memory",
-        "warning",
-        facts({"available_memory_bytes": 9 * GIB}),
-        ("each of 2 ranks may pin 3.6 GiB", "more host memory"),
-        (
-            facts({"available_memory_bytes": 11 * GIB}),
-            facts({"available_memory_bytes": 9 * GIB}, gpus=()),
         ),
     ),
     Case(
@@ -260,7 +218,7 @@ def test_every_problem_has_a_case() -> None:
     elsewhere = {"stale-build-lock"}
     assert elsewhere < names
     assert names - elsewhere <= {case.name for case in CASES}
-    assert len(names) > 15
+    assert len(names) > 10
 
 
 def test_nothing_is_found_on_a_healthy_machine() -> None:
@@ -291,7 +249,7 @@ def test_all_that_is_wrong_with_flags_is_found() -> None:
 
 def test_a_row_is_as_bad_as_its_worst_finding() -> None:
     note, error = (Finding(severity, "", "", "") for severity in ("note", "error"))
-    assert Row("", "", "", checks.Findings((note, error, note))).severity == "error"
+    assert Row(CHECKS[0], "", checks.Findings((note, error, note))).severity == "error"
 
 
 # What reads the machine
@@ -352,7 +310,7 @@ def test_how_many_ranks_share_the_memory(machine: MachineFacts, ranks: str) -> N
 
 
 def shown(machine: MachineFacts, label: str) -> Row:
-    (row,) = (row for row in examine(machine) if row.label == label)
+    (row,) = (row for row in examine(machine) if row.check.label == label)
     return row
 
 
@@ -361,7 +319,7 @@ def shown(machine: MachineFacts, label: str) -> Row:
     [
         (facts({"megatron_core": None}), "Run-time patches", "must be importable"),
         (facts({"te_import_error": "no lib"}), "NVTE_CPU_OFFLOAD_V1", "does not import"),
-        (replace(HEALTHY, measures=False), "Copies", "--no-bandwidth"),
+        (first_gpu(bandwidth=None), "Copies", "--no-bandwidth"),
         (facts({"te_import_error": "no lib"}, words=Words(("--lr",))), "Flags", "be importable"),
         (facts({"available_memory_bytes": None}), "May be pinned", "neither"),
     ],
@@ -381,8 +339,6 @@ def test_a_skipped_check_is_a_note(machine: MachineFacts, label: str, why: str) 
             "GPUs",
             "GPU 0: NVIDIA H200, 140.0 GiB\nGPU 1: NVIDIA H200, 140.0 GiB\ndriver 580.65.06",
         ),
-        (HEALTHY, "CPU affinity", "all 16 CPUs"),
-        (replace(HEALTHY, cpus=frozenset({1, 2, 9})), "CPU affinity", "3 of 16 CPUs"),
         (
             HEALTHY,
             "May be pinned",
@@ -429,7 +385,5 @@ def test_supported_versions_are_those_that_the_package_accepts_and_a_cure_instal
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = [*project["dependencies"], *project["optional-dependencies"]["te"]]
     accepted = {r.name: r.specifier for r in map(Requirement, requirements)}
-    for name, supported in PACKAGES.items():
-        assert SpecifierSet(supported) == accepted[name.lower().replace(" ", "-")]
-        (quoted,) = re.findall(r"'(.+)'", INSTALL[name])
-        assert Requirement(quoted).specifier == SpecifierSet(supported)
+    for name, needed in PACKAGES.items():
+        assert Requirement(needed).specifier == accepted[name.lower().replace(" ", "-")]

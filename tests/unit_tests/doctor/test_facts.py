@@ -19,21 +19,12 @@ from megatron.slipstream.options import preflight
 from megatron.slipstream.plan.trace import Bandwidth
 
 
-def test_nodes_with_their_cpus_and_gpus(tmp_path: Path) -> None:
-    root = write(
-        tmp_path,
-        {
-            "sys/devices/system/node/node0/cpulist": "0-3,8",
-            "sys/devices/system/node/node1/cpulist": "4-7",
-            "sys/devices/system/node/node2/cpulist": "",  # memory only
-            "sys/bus/pci/devices/0000:3d:00.0/numa_node": "1",
-            "sys/bus/pci/devices/0000:3e:00.0/numa_node": "-1",
-        },
-    )
-    nodes = reading.cpus_of_nodes(root)
-    assert nodes == {0: frozenset({0, 1, 2, 3, 8}), 1: frozenset(range(4, 8))}
-    addresses = ("0000:3d:00.0", "0000:3e:00.0", "0000:3f:00.0")
-    assert [reading.gpu_node(root, address) for address in addresses] == [1, None, None]
+def test_the_cpus_beside_a_gpu(tmp_path: Path) -> None:
+    devices = "sys/bus/pci/devices"
+    cpus = {"0000:3d:00.0": "0-3,8", "0000:3e:00.0": ""}
+    root = write(tmp_path, {f"{devices}/{name}/local_cpulist": of for name, of in cpus.items()})
+    found = [reading.local_cpus(root, address) for address in (*cpus, "0000:3f:00.0")]
+    assert found == [{0, 1, 2, 3, 8}, set(), set()]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +64,7 @@ def test_gpus_are_those_that_torch_sees_each_measured_from_its_node(
     write(
         tmp_path,
         {
-            "sys/devices/system/node/node1/cpulist": cpu,
-            "sys/bus/pci/devices/0000:3d:00.0/numa_node": "1",
+            "sys/bus/pci/devices/0000:3d:00.0/local_cpulist": cpu,
         },
     )
     rates = Bandwidth(1.0, 2.0, 3.0, 4.0)
@@ -89,10 +79,10 @@ def test_gpus_are_those_that_torch_sees_each_measured_from_its_node(
     monkeypatch.setattr(reading, "_torch", lambda: (torch, None))
     found = collect(root=tmp_path)
     assert found.gpus == (
-        Gpu(0, "NVIDIA A100", 80 * GIB, 1, rates),
-        Gpu(1, "without address", GIB, None, rates),
+        Gpu(0, "NVIDIA A100", 80 * GIB, frozenset({cpu}), rates),
+        Gpu(1, "without address", GIB, frozenset(), rates),
     )
-    assert beside == [frozenset({cpu}), found.cpus]
+    assert beside == [frozenset({cpu}), frozenset()]
     assert [gpu.bandwidth for gpu in collect(measures=False, root=tmp_path).gpus] == [None, None]
 
 
@@ -100,7 +90,6 @@ def test_targets_of_patches_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> No
     from megatron.core.transformer.moe import token_dispatcher
 
     found = collect(measures=False)
-    assert found.cpus == os.sched_getaffinity(0)
     assert found.has_torch
     assert found.command is None
     assert len(found.patches) > 10

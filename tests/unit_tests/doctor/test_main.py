@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,9 +22,7 @@ from megatron.slipstream.doctor.main import WIDTH, render
 from megatron.slipstream.estimate.training_command import Words
 
 ROOT = Path(__file__).resolve().parents[3]
-SICK = replace(
-    facts({"torch": "2.7.1"}), gpus=first_gpu(bandwidth=None, bandwidth_error="busy").gpus
-)
+SICK = replace(facts({"torch": "2.7.1"}), gpus=first_gpu(bandwidth="busy").gpus)
 """A machine with an error and a warning."""
 
 
@@ -57,7 +53,7 @@ def test_without_errors_the_exit_status_is_0(
 
 
 def test_warnings_are_no_errors(machine: list[Any]) -> None:
-    machine[0] = first_gpu(bandwidth=None, bandwidth_error="busy")
+    machine[0] = first_gpu(bandwidth="busy")
     assert main(["doctor"]) == 0
 
 
@@ -68,7 +64,7 @@ def test_with_an_error_the_exit_status_is_1(
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert "error    torch" in shown
-    assert "torch 2.7.1 is not supported because Slipstream needs >=2.10" in shown
+    assert "torch 2.7.1 is not supported because Slipstream needs torch>=2.10" in shown
     assert "-> pip install 'torch>=2.10'" in shown
     assert shown.endswith("Found: 1 error, 1 warning\n")
 
@@ -84,82 +80,11 @@ def test_a_wrong_call_is_2(machine: list[Any], capsys: pytest.CaptureFixture[str
     assert len(machine) == 1
 
 
-def test_a_file_that_cannot_be_written_is_2(
-    machine: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    inside = tmp_path / "file" / "doctor.json"
-    for path, wrong in ((inside, "is not in a folder: a part of its path is a file"),
-                        (tmp_path, "is a folder")):  # fmt: skip
-        assert main(["doctor", "--json", str(path)]) == 2
-        shown = capsys.readouterr()
-        cure = "name a file in a folder that can be written"
-        assert shown.err == f"error: --json={path} {wrong}; {cure}\n"
-        assert shown.out == ""
-    # And nothing is measured.
-    assert len(machine) == 1
-
-
-def test_a_file_that_cannot_be_written_in_the_end_is_named(
-    machine: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fail(self: Path, data: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(self))
-
-    monkeypatch.setattr(Path, "write_bytes", fail)
-    path = tmp_path / "doctor.json"
-    assert main(["doctor", "--json", str(path)]) == 2
-    error = f"error: --json={path} cannot be written: no space left on device; free space"
-    assert capsys.readouterr().err.startswith(error)
-
-
 def test_options_and_the_command_reach_the_one_who_reads_the_machine(machine: list[Any]) -> None:
     options = ["--no-bandwidth", "--ranks-per-host", "4"]
     assert main(["doctor", *options, "--", "torchrun", "t.py", "--lr", "1", "--json", "x"]) == 0
     words = ["torchrun", "t.py", "--lr", "1", "--json", "x"]
     assert machine[1] == (4, False, words)
-
-
-def test_json_has_every_check(
-    machine: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine[0] = SICK
-    path = tmp_path / "new" / "doctor.json"
-    assert main(["doctor", "--json", str(path)]) == 1
-    assert "Found: 1 error" in capsys.readouterr().out
-    whole = json.loads(path.read_text())
-    assert whole["schema"] == "slipstream-doctor"
-    assert [(c["topic"], c["check"]) for c in whole["checks"]] == [
-        (check.topic, check.label) for check in CHECKS
-    ]
-    (torch,) = (c for c in whole["checks"] if c["check"] == "torch")
-    assert (torch["severity"], torch["value"]) == ("error", "2.7.1")
-    assert torch["findings"][0]["rule"] == "version-not-supported"
-    assert torch["findings"][0]["cure"] == "pip install 'torch>=2.10'"
-
-
-def test_json_to_a_dash_is_all_that_is_written(
-    machine: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", "--json", "-"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["checks"]) == len(CHECKS)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    for stream, has_colours in ((Terminal(), True), (io.StringIO(), False)):
-        render(examine(SICK), stream)
-        assert ("\x1b[" in stream.getvalue()) == has_colours
 
 
 def test_lines_are_as_wide_as_a_page_and_have_no_blanks_behind() -> None:
@@ -207,17 +132,10 @@ sys.exit(main())
 
 
 def test_without_torch_it_looks_at_what_it_can_and_says_what_it_cannot() -> None:
-    result = run_doctor(WITHOUT_TORCH, "--json", "-", "--", "--lr", "1")
+    result = run_doctor(WITHOUT_TORCH, "--", "--lr", "1")
     assert result.returncode == 1, result.stderr
-    checks = {check["check"]: check for check in json.loads(result.stdout)["checks"]}
-    assert checks["torch"]["findings"][0]["message"] == (
-        "torch is not installed, but training needs it"
-    )
-    unseen = {
-        label
-        for label, check in checks.items()
-        if [finding["rule"] for finding in check["findings"]] == ["not-looked-at"]
-    }
-    assert unseen >= {"Run-time patches", "Flags"}
-    assert checks["May be pinned"]["severity"] == checks["CPU affinity"]["severity"] == "ok"
+    shown = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "torch is not installed, but training needs it" in shown
+    assert {"note Run-time patches unknown", "note Flags unknown"} <= set(shown)
+    assert any(line.startswith("ok May be pinned") for line in shown)
     assert "Traceback" not in result.stderr

@@ -187,20 +187,18 @@ def test_a_switch_set_after_transformer_engine_read_it_is_refused(folder: Path) 
 
 
 def test_a_switch_that_transformer_engine_read_counts_whatever_the_environment_says() -> None:
-    facts = preflight.ProcessFacts("3.12", None, None, "2.20", None, True, "0", None, True)
+    facts = preflight.ProcessFacts("3.12", None, None, "2.20", None, True, "0", None)
     assert preflight.check_process(facts, offloading=True) == []
 
 
 def test_the_switch_does_not_matter_without_offloading() -> None:
-    facts = preflight.ProcessFacts("3.12", None, None, "2.20", None, False, "0", None, True)
+    facts = preflight.ProcessFacts("3.12", None, None, "2.20", None, False, "0", None)
     assert preflight.check_process(facts, offloading=False) == []
     assert [f.severity for f in preflight.check_process(facts, offloading=True)] == ["error"]
 
 
 def test_a_transformer_engine_that_does_not_import_is_refused() -> None:
-    facts = preflight.ProcessFacts(
-        "3.12", None, None, "2.20", "OSError: no lib", None, None, None, True
-    )
+    facts = preflight.ProcessFacts("3.12", None, None, "2.20", "OSError: no lib", None, None, None)
     with pytest.raises(ValueError, match="does not import"):
         require(preflight.check_process(facts, offloading=False))
 
