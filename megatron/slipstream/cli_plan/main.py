@@ -27,7 +27,7 @@ from megatron.slipstream.estimate.file_errors import (
 from megatron.slipstream.estimate.frontier import Frontier, sweep, sweep_budgets
 from megatron.slipstream.estimate.frontier_picture import frontier_png, require_matplotlib
 from megatron.slipstream.estimate.gpus import Speed
-from megatron.slipstream.estimate.model_shapes import MAX_SIZE
+from megatron.slipstream.estimate.model_parts import MAX_SIZE
 from megatron.slipstream.estimate.model_state import state_bytes
 from megatron.slipstream.estimate.shape_tables import (
     RankPlan,

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import Products, Speed
-from megatron.slipstream.estimate.model_shapes import LayerKind, ModelShape, has_feed_forward
+from megatron.slipstream.estimate.model_parts import LayerKind
+from megatron.slipstream.estimate.model_shapes import ModelShape, has_feed_forward
 from megatron.slipstream.estimate.saved_tensors import is_mlp_norm_fused, setting_with_tiles
 from megatron.slipstream.estimate.state_space import (
     MAMBA_CHUNK,

@@ -25,7 +25,8 @@ from megatron.slipstream.estimate.layer_costs import (
     head_costs,
     layer_costs,
 )
-from megatron.slipstream.estimate.model_shapes import Chunk, LayerKind, ModelShape
+from megatron.slipstream.estimate.model_parts import LayerKind
+from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
 from megatron.slipstream.estimate.saved_tensors import (
     input_name,
     saved_tensors,

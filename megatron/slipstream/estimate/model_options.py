@@ -11,15 +11,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Optional
 
-from megatron.slipstream.estimate.model_shapes import (
+from megatron.slipstream.estimate.model_parts import (
+    PARALLELISM,
     Experts,
     GatedDeltaNet,
     LatentAttention,
     LayerKind,
     Mamba,
-    ModelShape,
     Parallelism,
 )
+from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 
 _SAME_NAMES = (
@@ -29,19 +30,6 @@ _SAME_NAMES = (
     *("attention_dropout", "vocab_size", "seq_length", "micro_batch_size"),
 )
 """Fields of a :class:`ModelShape` that are named like the option."""
-
-PARALLELISM = {
-    "tp": "tensor_model_parallel_size",
-    "sequence_parallel": "sequence_parallel",
-    "cp": "context_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "group_size": "microbatch_group_size_per_vp_stage",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "dp": "data_parallel_size",
-}
-"""The option of each field of a :class:`Parallelism`."""
 
 ChunkCounts = tuple[tuple[int, ...], ...]
 """Layers of each model chunk, ``[pp rank][virtual stage]``."""

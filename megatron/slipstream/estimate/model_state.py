@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron.slipstream.estimate.layer_costs import layer_costs
-from megatron.slipstream.estimate.model_shapes import LayerKind, ModelShape
+from megatron.slipstream.estimate.model_parts import LayerKind
+from megatron.slipstream.estimate.model_shapes import ModelShape
 
 HOST_BYTES = 16
 """Bytes per parameter of an optimizer on the host: the weight, its gradient and Adam's two moments

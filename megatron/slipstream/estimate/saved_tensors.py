@@ -31,12 +31,8 @@ from __future__ import annotations
 import itertools
 from typing import Optional
 
-from megatron.slipstream.estimate.model_shapes import (
-    LatentAttention,
-    LayerKind,
-    ModelShape,
-    has_feed_forward,
-)
+from megatron.slipstream.estimate.model_parts import LatentAttention, LayerKind
+from megatron.slipstream.estimate.model_shapes import ModelShape, has_feed_forward
 from megatron.slipstream.estimate.state_space import GDN_MODULES, MAMBA_MODULES, StateSpaceLayer
 from megatron.slipstream.estimate.tensors import (
     Saved,

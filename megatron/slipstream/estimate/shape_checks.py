@@ -7,23 +7,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Optional
 
-from megatron.slipstream.estimate.model_options import PARALLELISM
-from megatron.slipstream.estimate.model_shapes import (
+from megatron.slipstream.estimate.model_parts import (
     ATTENTION_BACKENDS,
     BYTES_OF,
     CONTEXT_PARALLELISMS,
     CROSS_ENTROPIES,
     MAX_LAYERS,
     MAX_SIZE,
+    PARALLELISM,
     QUANTIZED_BYTES,
     RECOMPUTE_MODULES,
     Experts,
-    ModelShape,
+    ModelFields,
 )
 from megatron.slipstream.plan.settings import WHOLE, WHOLE_LAYER
 
 
-def problems(shape: ModelShape) -> Iterator[str]:
+def problems(shape: ModelFields) -> Iterator[str]:
     """Yield the problems of a shape, each with its cure; later ones assume that none came before.
 
     Args:
@@ -42,7 +42,7 @@ def _conflict(what: str, other: str, why: str, cure: str) -> str:
     return f"{what} is not supported with {other} because {why}; {cure}"
 
 
-def _sizes(shape: ModelShape) -> Iterator[tuple[str, Optional[int]]]:
+def _sizes(shape: ModelFields) -> Iterator[tuple[str, Optional[int]]]:
     """Yield every number by megatron's name; None if it is not set."""
     for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
                  "vocab_size", "seq_length", "micro_batch_size", "num_query_groups", "kv_channels",
@@ -70,7 +70,7 @@ def _sizes(shape: ModelShape) -> Iterator[tuple[str, Optional[int]]]:
         yield "moe_router_group_topk", experts.group_topk
 
 
-def _wrong_sizes(shape: ModelShape) -> Iterator[str]:
+def _wrong_sizes(shape: ModelFields) -> Iterator[str]:
     for name, value in _sizes(shape):
         limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
         if value is not None and value < 1:
@@ -79,7 +79,7 @@ def _wrong_sizes(shape: ModelShape) -> Iterator[str]:
             yield f"{name}={value} is too large to plan; set {limit} or less"
 
 
-def _wrong_choices(shape: ModelShape) -> Iterator[str]:
+def _wrong_choices(shape: ModelFields) -> Iterator[str]:
     for name, value, choices in (
         ("precision", shape.precision, tuple(BYTES_OF)),
         ("attention_backend", shape.attention_backend, ATTENTION_BACKENDS),
@@ -99,7 +99,7 @@ def _wrong_choices(shape: ModelShape) -> Iterator[str]:
         yield _conflict(given, "precision='fp32'", why, "set 'unfused' or 'local'")
 
 
-def _wrong_settings(shape: ModelShape) -> Iterator[str]:
+def _wrong_settings(shape: ModelFields) -> Iterator[str]:
     recomputed = shape.recompute_modules.union(*shape.layer_settings)
     for name in sorted(recomputed - {WHOLE_LAYER, *RECOMPUTE_MODULES}):
         yield (
@@ -129,7 +129,7 @@ def _wrong_settings(shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _indivisible(shape: ModelShape) -> Iterator[str]:
+def _indivisible(shape: ModelFields) -> Iterator[str]:
     par = shape.parallelism
     for name, value, by, divisor in _shares(shape):
         if value % divisor:
@@ -155,7 +155,7 @@ def _cure(name: str, value: int, by: str, divisor: int) -> str:
 _MAX_TRIED = 100_000
 
 
-def _shares(shape: ModelShape) -> Iterator[tuple[str, int, str, int]]:
+def _shares(shape: ModelFields) -> Iterator[tuple[str, int, str, int]]:
     """Yield sizes with what has to divide them."""
     par, experts = shape.parallelism, shape.experts
     heads, tensor = shape.num_attention_heads, "tensor_model_parallel_size"
@@ -211,7 +211,7 @@ def _wrong_routing(experts: Experts) -> Iterator[str]:
         yield _conflict(f"moe_router_topk={topk}", chosen, why, cure)
 
 
-def _wrong_layers(shape: ModelShape) -> Iterator[str]:
+def _wrong_layers(shape: ModelFields) -> Iterator[str]:
     par = shape.parallelism
     if shape.layer_kinds and len(shape.layer_kinds) != shape.num_layers:
         yield (

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.slipstream.estimate.model_shapes import GatedDeltaNet, Mamba, ModelShape
+from megatron.slipstream.estimate.model_parts import GatedDeltaNet, Mamba
+from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.tensors import (
     Saved,
     SavedTensor,

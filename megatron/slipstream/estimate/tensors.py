@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.slipstream.estimate.model_shapes import LayerKind, ModelShape
+from megatron.slipstream.estimate.model_parts import LayerKind
+from megatron.slipstream.estimate.model_shapes import ModelShape
 
 
 class SavedTensor(NamedTuple):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Optional
 
-from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
+from megatron.slipstream.estimate.model_parts import Parallelism
+from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.saved_tensors import (
     CHECKPOINT_INPUTS,
     MEGATRON_MODULES,

@@ -12,14 +12,14 @@ import pytest
 
 from megatron.slipstream.estimate.gpus import ATTENTION_SHARE, GPUS, find_speed
 from megatron.slipstream.estimate.layer_costs import attended_pairs, head_costs, layer_costs
-from megatron.slipstream.estimate.model_shapes import (
+from megatron.slipstream.estimate.model_parts import (
     RECOMPUTE_MODULES,
     Experts,
     LatentAttention,
-    ModelShape,
     Optimizer,
     Parallelism,
 )
+from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.model_state import host_state_bytes, num_parameters, state_bytes
 from megatron.slipstream.plan.settings import NOTHING, WHOLE
 

@@ -19,7 +19,7 @@ from megatron.slipstream.estimate.layer_passes import (
     backward_pass,
     forward_pass,
 )
-from megatron.slipstream.estimate.model_shapes import (
+from megatron.slipstream.estimate.model_parts import (
     ATTENTION_BACKENDS,
     RECOMPUTE_MODULES,
     Experts,
@@ -27,9 +27,9 @@ from megatron.slipstream.estimate.model_shapes import (
     LatentAttention,
     LayerKind,
     Mamba,
-    ModelShape,
     Parallelism,
 )
+from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.saved_tensors import saved_tensors
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 

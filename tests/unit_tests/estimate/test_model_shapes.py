@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from megatron.slipstream.estimate.model_shapes import (
+from megatron.slipstream.estimate.model_parts import (
     ATTENTION_BACKENDS,
     Experts,
     LatentAttention,
-    ModelShape,
     Parallelism,
 )
+from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.saved_tensors import (
     MEGATRON_MODULES,
     MODULES,

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.estimate.model_options import shape_of_options
-from megatron.slipstream.estimate.model_shapes import (
+from megatron.slipstream.estimate.model_parts import (
     Experts,
     GatedDeltaNet,
     LatentAttention,
