@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     )
     from megatron.slipstream.integration.graphs.layers import (
         with_graph_offloading as with_graph_offloading,
-    )
-    from megatron.slipstream.integration.graphs.packed_layers import (
         with_packed_layer_graphs as with_packed_layer_graphs,
     )
     from megatron.slipstream.integration.install import (
@@ -72,7 +70,7 @@ _HOMES = {
     "gather_report": "integration.install",
     "save_trace": "integration.install",
     "with_graph_offloading": "integration.graphs.layers",
-    "with_packed_layer_graphs": "integration.graphs.packed_layers",
+    "with_packed_layer_graphs": "integration.graphs.layers",
     "with_dynamic_context_parallelism": "integration.packed.dynamic_context_parallel",
     "with_sync_free_experts": "integration.experts.sync_free_experts",
     "with_tiles": "integration.layers.tiled_model",

@@ -216,7 +216,7 @@ class SizedTraining(Training):
 
     def build(self) -> list[Any]:
         """Build chunks that take micro-batches of all sizes."""
-        from megatron.slipstream.integration.graphs.packed_layers import take_packed_sequences
+        from megatron.slipstream.integration.graphs.layers import take_packed_sequences
         from megatron.slipstream.integration.packed.dynamic_context_parallel import (
             with_dynamic_context_parallelism,
         )

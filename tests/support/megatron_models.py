@@ -237,7 +237,7 @@ def build_chunks(case: ModelCase, config: Any, seed: int = 7) -> list[torch.nn.M
         model.model_type = 1
         chunks.append(model.cuda() if use_gpu() else model)
     if case.is_packed and config.cuda_graph_impl == "transformer_engine":
-        from megatron.slipstream.integration.graphs.packed_layers import take_packed_sequences
+        from megatron.slipstream.integration.graphs.layers import take_packed_sequences
 
         take_packed_sequences(chunks)
     tiles = TileOptions(case.loss_sequence_tiles, case.mlp_sequence_tiles)

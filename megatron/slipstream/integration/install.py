@@ -157,8 +157,10 @@ def _prepare_chunk(
     if not moves_in_layer_graphs(chunk.config):
         return undo
     warn_once(check_options_in_graphs(facts))
-    from megatron.slipstream.integration.graphs.layers import offload_in_graphs
-    from megatron.slipstream.integration.graphs.packed_layers import take_packed_sequences
+    from megatron.slipstream.integration.graphs.layers import (
+        offload_in_graphs,
+        take_packed_sequences,
+    )
 
     # Only decoder layers are captured.
     if hasattr(chunk, "decoder"):

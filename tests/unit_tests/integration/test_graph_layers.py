@@ -232,7 +232,7 @@ def test_a_method_of_layers_in_graphs_that_has_moved_is_named_at_install(
     from megatron.core.transformer.module import GraphableMegatronModule
 
     from megatron.slipstream.integration import install
-    from megatron.slipstream.integration.graphs.packed_layers import take_packed_sequences
+    from megatron.slipstream.integration.graphs.layers import take_packed_sequences
     from megatron.slipstream.options.fields import OffloadConfig
 
     monkeypatch.delattr(GraphableMegatronModule, "_should_call_te_cudagraph")
@@ -301,8 +301,10 @@ def _classes(rank: int, world_size: int, port: int) -> list[tuple[str, bool, boo
 def _uses(rank: int, world_size: int, port: int) -> list[tuple[Any, ...]]:
     """Of a layer that offloads in graphs and takes packed sequences, in every order of beginning
     and ending: what is left, and whether its class, its attributes and its graphs tell so."""
-    from megatron.slipstream.integration.graphs.layers import offload_in_graphs
-    from megatron.slipstream.integration.graphs.packed_layers import take_packed_sequences
+    from megatron.slipstream.integration.graphs.layers import (
+        offload_in_graphs,
+        take_packed_sequences,
+    )
 
     initialize(_case("dense", ()), rank, world_size, port)
     found: list[tuple[Any, ...]] = []

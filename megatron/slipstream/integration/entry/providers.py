@@ -63,9 +63,7 @@ def model_config(args: Any) -> Any:
 
         change_model_config(config, args.cuda_graph_warmup_steps, limits)
     if args.sequence_packing is not None and args.cuda_graph_impl == "transformer_engine":
-        from megatron.slipstream.integration.graphs.packed_layers import (
-            with_packed_layer_graphs,
-        )
+        from megatron.slipstream.integration.graphs.layers import with_packed_layer_graphs
 
         config.post_wrap_hooks.append(partial(with_packed_layer_graphs, limits=limits))
     return config

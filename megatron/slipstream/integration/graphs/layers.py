@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Layers that offload activations inside Transformer Engine's CUDA graphs.
+"""Layers that offload or support packed sequences inside Transformer Engine's CUDA graphs.
 
-They replace megatron-core's layers in the model's spec:
+Those that offload replace megatron-core's layers in the model's spec:
 
     spec = with_graph_offloading(get_gpt_decoder_block_spec(config, use_transformer_engine=True))
 
@@ -13,30 +13,34 @@ module when their model is first called with gradients, before any capture.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Optional
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Optional
 
 import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
+from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.slipstream.context_parallel.limits import RankLimits
+from megatron.slipstream.integration.graphs.cp_sizes import sizes_of
 from megatron.slipstream.integration.graphs.layer_copies import (
     FindEngine,
     LayerCopies,
     enable_offload,
     offload_layers,
 )
-from megatron.slipstream.integration.seam.layer_classes import convert
+from megatron.slipstream.integration.graphs.packed_layers import PackedLayers, packed_of
+from megatron.slipstream.integration.seam import compat
+from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
 from megatron.slipstream.integration.seam.specs import replace_classes
 from megatron.slipstream.options.model import graphed_modules
+from megatron.slipstream.patches import patching, table
 from megatron.slipstream.patches.graph_calls import (
     captures_copies,
     notes_replay,
     replays_beside_copies,
 )
-
-if TYPE_CHECKING:
-    from megatron.slipstream.integration.graphs.packed_layers import PackedLayers
+from megatron.slipstream.patches.table import Feature
 
 
 class GraphedMixin(torch.nn.Module):
@@ -180,6 +184,50 @@ def offload_in_graphs(chunk: torch.nn.Module, find_engine: FindEngine) -> list[C
     layers = [one for one in chunk.modules() if isinstance(one, (TransformerLayer, MambaLayer))]
     undo = [convert(layer, GraphedMixin) for layer in layers]
     return undo + offload_layers(layers, getattr(chunk, "vp_stage", None) or 0, find_engine)
+
+
+def with_packed_layer_graphs(
+    chunks: Sequence[torch.nn.Module], limits: Optional[RankLimits] = None
+) -> list[torch.nn.Module]:
+    """Make the layers of model chunks support packed sequences in their graphs.
+
+    For ``cuda_graph_impl='transformer_engine'``, whichever framework built the layers: each gets a
+    class derived from its own. For megatron's ``ModelConfig.post_wrap_hooks``.
+
+    Args:
+        chunks: The rank's model chunks, wrapped or not, before their layers are captured.
+        limits: With dynamic context parallelism, the ranks that share micro-batches; layers are
+            captured for each size, which needs the process groups, a collective of all ranks. None:
+            micro-batches have one size.
+
+    Returns:
+        The same chunks.
+
+    Raises:
+        RuntimeError: A patch's target has moved.
+    """
+    take_packed_sequences(chunks, limits)
+    return list(chunks)
+
+
+def take_packed_sequences(
+    chunks: Sequence[torch.nn.Module], limits: Optional[RankLimits] = None
+) -> list[Callable[[], None]]:
+    """Do the same as :func:`with_packed_layer_graphs`; return functions that undo it."""
+    compat.check_layers_are_graphed()
+    table.apply(Feature.FUSED_ROTATION)
+    user = object()  # Others may go on when these chunks no longer take part.
+    patching.apply(table.TABLE[Feature.PACKED_LAYER_GRAPHS], user)
+    undo: list[Callable[[], None]] = [functools.partial(patching.undo, user)]
+    for chunk in chunks:
+        model: Any = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+        packed = PackedLayers(model, sizes_of(model, limits))
+        undo.append(undo_on(packed, PackedLayers.close))
+        for layer in model.decoder.layers:
+            if isinstance(layer, TransformerLayer) and packed_of(layer) is None:
+                undo.append(convert(layer, GraphedMixin))
+                layer.packed = packed
+    return undo
 
 
 def _with_hidden(

@@ -31,10 +31,7 @@ from typing import Any, Optional
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
-from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import get_attr_wrapped_model
 
-from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.graphs.bank import CpSizes
@@ -50,21 +47,15 @@ from megatron.slipstream.graphs.static_arguments import (
     StaticArguments,
     TensorFacts,
 )
-from megatron.slipstream.integration.graphs.cp_sizes import sizes_of
 from megatron.slipstream.integration.graphs.layer_copies import (
     delete_graphs,
     finish_replays,
     open_graphs,
 )
-from megatron.slipstream.integration.graphs.layers import GraphedMixin
 from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables, constant_arguments
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
-from megatron.slipstream.integration.seam import compat
-from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.rules import require
-from megatron.slipstream.patches import patching, table
-from megatron.slipstream.patches.table import Feature
 
 NUM_WARMUPS = 3
 """Warm-up passes before a size's first set is captured; each other set has one."""
@@ -227,7 +218,7 @@ class PackedLayers:
         self.hand_over_graphs()
         delete_graphs(layers)
         for layer in self.model.decoder.layers:
-            if _packed_of(layer) is self:
+            if packed_of(layer) is self:
                 layer.packed = None
 
     def _call_of(self, layer: torch.nn.Module, size: int) -> StaticArguments:
@@ -346,7 +337,7 @@ class _Entered(torch.autograd.Function):
 def _of_chunks(helper: Any) -> list[list[Any]]:
     """Return the layers of each model chunk that have run with packed sequences."""
     return [
-        [layer for layer in layers if (packed := _packed_of(layer)) and packed.has_learned(layer)]
+        [layer for layer in layers if (packed := packed_of(layer)) and packed.has_learned(layer)]
         for layers in helper.callables_per_chunk
     ]
 
@@ -356,7 +347,8 @@ def _preferred(layer: Any, num_sets: int) -> int:
     return int(getattr(layer, "current_microbatch", 0)) % num_sets
 
 
-def _packed_of(layer: Any) -> Optional[PackedLayers]:
+def packed_of(layer: Any) -> Optional[PackedLayers]:
+    """Return the packed layers that a layer belongs to, or None."""
     return getattr(layer, "packed", None)
 
 
@@ -408,47 +400,3 @@ def _seen_by_graphs(layer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]
 def _keyword(name: str) -> str:
     """Return a static input's keyword, from the path of the tensor in the arguments."""
     return "".join(letter if letter.isalnum() else "_" for letter in name)
-
-
-def with_packed_layer_graphs(
-    chunks: Sequence[torch.nn.Module], limits: Optional[RankLimits] = None
-) -> list[torch.nn.Module]:
-    """Make the layers of model chunks support packed sequences in their graphs.
-
-    For ``cuda_graph_impl='transformer_engine'``, whichever framework built the layers: each gets a
-    class derived from its own. For megatron's ``ModelConfig.post_wrap_hooks``.
-
-    Args:
-        chunks: The rank's model chunks, wrapped or not, before their layers are captured.
-        limits: With dynamic context parallelism, the ranks that share micro-batches; layers are
-            captured for each size, which needs the process groups, a collective of all ranks. None:
-            micro-batches have one size.
-
-    Returns:
-        The same chunks.
-
-    Raises:
-        RuntimeError: A patch's target has moved.
-    """
-    take_packed_sequences(chunks, limits)
-    return list(chunks)
-
-
-def take_packed_sequences(
-    chunks: Sequence[torch.nn.Module], limits: Optional[RankLimits] = None
-) -> list[Callable[[], None]]:
-    """Do the same as :func:`with_packed_layer_graphs`; return functions that undo it."""
-    compat.check_layers_are_graphed()
-    table.apply(Feature.FUSED_ROTATION)
-    user = object()  # Others may go on when these chunks no longer take part.
-    patching.apply(table.TABLE[Feature.PACKED_LAYER_GRAPHS], user)
-    undo: list[Callable[[], None]] = [functools.partial(patching.undo, user)]
-    for chunk in chunks:
-        model: Any = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-        packed = PackedLayers(model, sizes_of(model, limits))
-        undo.append(undo_on(packed, PackedLayers.close))
-        for layer in model.decoder.layers:
-            if isinstance(layer, TransformerLayer) and _packed_of(layer) is None:
-                undo.append(convert(layer, GraphedMixin))
-                layer.packed = packed
-    return undo
