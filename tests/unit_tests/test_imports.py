@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The packages import in one direction, and the namespace stays shared.
+"""The packages import in one direction, no files import each other, and the namespace stays shared.
 
 The rules are read from the source, so that an import inside a function, under TYPE_CHECKING or by
 name counts as much as one at the top of a file. Every rule is also shown to fail on a copy of the
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import importlib.util
 import os
 import re
@@ -159,6 +160,27 @@ def why_not_within(parts: Sequence[str], name: str) -> str:
     return ""
 
 
+def circle_of_files(root: Path) -> list[str]:
+    """Return modules under ``root``/megatron/slipstream of which each imports the one before it,
+    the first one also as the last; empty if no files import each other."""
+    package_dir = root / "megatron" / "slipstream"
+    paths = {}
+    for path in package_dir.rglob("*.py"):
+        parts = path.relative_to(package_dir).with_suffix("").parts
+        paths[".".join([PACKAGE, *(part for part in parts if part != "__init__")])] = path
+    imports: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names = (name for _, name in imported_names(path, module))
+        # The last part of a name may be what a file defines.
+        files = {name if name in paths else name.rpartition(".")[0] for name in names}
+        imports[module] = files & paths.keys() - {module}
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 # --- one-way imports ------------------------------------------------------------------------------
 
 
@@ -277,6 +299,37 @@ def test_every_third_party_import_of_the_library_is_a_declared_dependency() -> N
         for _, name in imported_names(path, PACKAGE + ".x.y")
     }
     assert imported - sys.stdlib_module_names - declared - {"megatron"} == set()
+
+
+# --- circles --------------------------------------------------------------------------------------
+
+
+def test_no_files_import_each_other() -> None:
+    assert circle_of_files(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "file, line",
+    [
+        ("plan/trace.py", "from .check import check_plan"),
+        ("plan/trace.py", "from . import check"),
+        ("plan/trace.py", "def f():\n    import megatron.slipstream.plan.check"),
+        ("plan/trace.py", "if TYPE_CHECKING:\n    from .check import check_plan"),
+        ("plan/trace.py", "import_module('megatron.slipstream.plan.check')"),
+        ("integration/graphs/packed_layers.py", "from .layers import GraphedMixin"),
+        ("plan/trace.py", "from megatron.slipstream import OffloadConfig"),
+    ],
+    ids=lambda text: text.replace("\n", " "),
+)
+def test_a_circle_of_files_is_found(tmp_path: Path, file: str, line: str) -> None:
+    copy_of_package(tmp_path)
+    planted = tmp_path / "megatron" / "slipstream" / file
+    with planted.open("a") as stream:
+        stream.write(f"\n{line}\n")
+    circle = circle_of_files(tmp_path)
+    module = ".".join(planted.relative_to(tmp_path).with_suffix("").parts)
+    assert module in circle
+    assert circle[0] == circle[-1]
 
 
 # --- importing is cheap ---------------------------------------------------------------------------
