@@ -231,8 +231,8 @@ class _WatchedEngine(OffloadEngine):
         self._watched = backend
         self.committed: list[OffloadTensorGroup] = []
         """This iteration's groups, in order."""
-        self._save, self._read = self.store.save, self.store.read
-        self.store.save = self._noting_save
+        self._pack, self._read = self.store.pack, self.store.read
+        self.store.pack = self._noting_pack
         self.store.read = self._noting_read
 
     def start_group(self, name: str) -> None:
@@ -253,8 +253,8 @@ class _WatchedEngine(OffloadEngine):
         self._watched.step += 1
         super().use_group(group)
 
-    def _noting_save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
-        saved = self._save(group, tensor)
+    def _noting_pack(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
+        saved = self._pack(group, tensor)
         self._watched.note_save(saved, tensor, group)
         return saved
 
