@@ -172,7 +172,7 @@ def test_megatron_core_rotates_by_positions_of_the_static_group() -> None:
     for found in run_ranks(2, _as_is):
         for name in ("megatron's, 1 ranks", "ours, 1 ranks", "ours, 2 ranks"):
             assert found[name] <= TOLERANCE
-        # If one of these fails, megatron-core reads the micro-batch: delete DynamicGroupMixin.
+        # If one of these fails, megatron-core reads the micro-batch: delete uses_batch_group().
         assert found["megatron's, 2 ranks"] > 100 * TOLERANCE
         assert "split_sizes" in found["unfused"]
 
@@ -248,12 +248,13 @@ def test_core_attention_has_its_static_group_between_calls(
 ) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron.slipstream.integration.packed.dynamic_context_parallel import RestoredGroupMixin
+    from megatron.slipstream.integration.packed.batch_group import restores_group
 
     streams = iter(["a stream"])  # one for all
     monkeypatch.setattr(torch.cuda, "Stream", lambda: next(streams))
     monkeypatch.setattr(StickyCoreAttention, "cp_stream", None)
-    attention = type("Restored", (RestoredGroupMixin, StickyCoreAttention), {})()
+    forward = restores_group(StickyCoreAttention.forward)
+    attention = type("Restored", (StickyCoreAttention,), {"forward": forward})()
     static = ("static", [0, 1], None, "p2p")
 
     def now() -> tuple[Any, ...]:
