@@ -155,6 +155,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what these cases measure becomes their golden values",
     )
     parser.addoption(
+        "--megatron",
+        type=Path,
+        help="a checkout of Megatron-LM, to a copy of which the patch series is applied and tested",
+    )
+    parser.addoption(
         "--soak-iterations",
         type=int,
         default=100,

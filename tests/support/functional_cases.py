@@ -246,25 +246,14 @@ def train(job: Job, offloads: bool, folder: Path, run_number: int = 1) -> Result
     Raises:
         AssertionError: It failed or took too long; the message has the end of its log.
     """
-    checkpoints, record = folder / "checkpoints", folder / f"record{run_number}.json"
+    record = folder / f"record{run_number}.json"
     num_iterations = int(job.config.MODEL_ARGS["--train-iters"])
     folder.mkdir(exist_ok=True)
     if run_number == 2:
-        shutil.rmtree(checkpoints / f"iter_{num_iterations:07d}")
-        (checkpoints / "latest_checkpointed_iteration.txt").write_text(f"{num_iterations // 2}\n")
-    variables = {
-        "OUTPUT_PATH": str(folder),
-        "TENSORBOARD_PATH": str(folder / "tensorboard"),
-        "CHECKPOINT_SAVE_PATH": str(checkpoints),
-        "CHECKPOINT_LOAD_PATH": str(checkpoints),
-    }
-    others = {*_OF_A_LAUNCHER, *_OF_A_MODEL}
-    inherited = {name: text for name, text in os.environ.items() if name not in others}
-    paths = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")]))
-    environment = {**inherited, **variables, **job.config.ENV_VARS, "PYTHONPATH": paths}
-    environment |= _CPU_VARIABLES if job.platform == "cpu" else {}
-    # The commands of a case use the same Python.
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        return_to_half_way(job, folder)
+    environment = environment_of(job, folder)
+    paths = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = paths
     flags = command_line(arguments_of(job, offloads), environment)
     flags += ["--run-record-path", str(record), "--megatron-output-path", "-"]
     log = folder / f"log{run_number}.txt"
@@ -284,6 +273,31 @@ def train(job: Job, offloads: bool, folder: Path, run_number: int = 1) -> Result
     assert status == 0, f"{job.case} ended with status {status}:\n{text[-6000:]}"
     num_zeros = {int(step): float(zeros) for step, zeros in _ITERATION.findall(text)}
     return Result(read_records(job.num_ranks, record), num_zeros, num_iterations)
+
+
+def environment_of(job: Job, folder: Path) -> dict[str, str]:
+    """Environment variables of a training whose files are in ``folder``."""
+    checkpoints = str(folder / "checkpoints")
+    variables = {
+        "OUTPUT_PATH": str(folder),
+        "TENSORBOARD_PATH": str(folder / "tensorboard"),
+        "CHECKPOINT_SAVE_PATH": checkpoints,
+        "CHECKPOINT_LOAD_PATH": checkpoints,
+        # The commands of a case use the same Python.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    others = {*_OF_A_LAUNCHER, *_OF_A_MODEL}
+    inherited = {name: text for name, text in os.environ.items() if name not in others}
+    environment = {**inherited, **variables, **job.config.ENV_VARS}
+    return environment | (_CPU_VARIABLES if job.platform == "cpu" else {})
+
+
+def return_to_half_way(job: Job, folder: Path) -> None:
+    """Remove a training's last checkpoint, so that the next one resumes at half-way."""
+    checkpoints = folder / "checkpoints"
+    num_iterations = int(job.config.MODEL_ARGS["--train-iters"])
+    shutil.rmtree(checkpoints / f"iter_{num_iterations:07d}")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(f"{num_iterations // 2}\n")
 
 
 def _launcher(job: Job) -> list[str]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,15 +16,18 @@ from typing import Optional
 from tools.upstream.anchors import MovedError
 from tools.upstream.commits import NOT_YET
 from tools.upstream.edits import version_of
+from tools.upstream.modules import ROOT
 from tools.upstream.series import Made, git, make
 
 MAX_EDITED_LINES = 500
 """Lines that a series may change in files of Megatron."""
 
+_TESTS = "tests/functional_tests/test_patched_megatron.py"
 _EPILOG = """\
 examples:
   ./run upstream --megatron ../Megatron-LM                   commits on a new branch
   ./run upstream --megatron ../Megatron-LM --patches ./out   files for git am; the checkout stays
+  ./run upstream --megatron ../Megatron-LM --test            test the series in a copy, on CPUs
 
 DIR is a checkout of core_r0.18.0, core_r0.19.0 or main. Each edit in place is listed with its size.
 """
@@ -32,6 +36,9 @@ DIR is a checkout of core_r0.18.0, core_r0.19.0 or main. Each edit in place is l
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     options = _parser().parse_args(arguments)
     root: Path = options.megatron.resolve()
+    if options.test:
+        pytest = (sys.executable, "-m", "pytest", "-v", "-rs", _TESTS, "--megatron", str(root))
+        return subprocess.run(pytest, cwd=ROOT, check=False).returncode
     try:
         print(
             f"Megatron-LM {version_of(root)} at {git(root, 'rev-parse', '--short', 'HEAD').strip()}"
@@ -45,7 +52,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
             return 0
         folder: Path = options.patches.resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        with _copy_of_head(root) as copy:
+        with copy_of_head(root) as copy:
             _show(make(copy))
             base = git(root, "rev-parse", "HEAD").strip()
             git(copy, "format-patch", "--quiet", "--output-directory", str(folder), base)
@@ -57,7 +64,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
 
 @contextmanager
-def _copy_of_head(root: Path) -> Iterator[Path]:
+def copy_of_head(root: Path) -> Iterator[Path]:
     """A work tree of what is checked out."""
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name, "megatron")
@@ -93,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="the checkout")
     parser.add_argument(
         "--patches", type=Path, metavar="OUT", help="write files for git am into this folder"
+    )
+    parser.add_argument(
+        "--test",
+        action="store_true",
+        help="apply the series to a copy; run its tests and the built-in engine's there, and train "
+        "the functional cases with and without the plugin",
     )
     parser.add_argument(
         "--branch", default="planned-offloading", help="name of the new branch (%(default)s)"

@@ -82,7 +82,7 @@ STAY = frozenset(
 """Modules of the moved packages that tools read files with: they need pydantic or rich."""
 
 KEEP = {
-    "integration.cpu.cpu_only": {"install_cpu_shims"},
+    "integration.cpu.cpu_only": {"install_training_shims", "skip_helper_compilation"},
     "integration.graphs.goals": {"warn_of_untimed_plan"},
     "integration.seam.compat": {"missing_pass_arguments", "unmark_norms_at_graph_edges"},
     "launcher": {"rank", "num_local_ranks"},
