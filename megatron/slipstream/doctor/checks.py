@@ -69,24 +69,7 @@ class Row(NamedTuple):
         return max((f.severity for f in self.findings), key=SEVERITIES.index, default="ok")
 
 
-CHECKS: list[Check] = []
-"""In the order of the functions below."""
-
-
-def _check(label: str, prevents: str) -> Callable[[Look], None]:
-    return lambda look: CHECKS.append(Check(_topic, label, prevents, look))
-
-
-def examine(facts: MachineFacts) -> list[Row]:
-    """Run every check."""
-    rows = []
-    for check in CHECKS:
-        findings = Findings()
-        rows.append(Row(check, check.look(facts, findings), findings))
-    return rows
-
-
-_topic = "Versions"
+# Versions
 
 PACKAGES = {
     "torch": f"torch>={OLDEST_TORCH}",
@@ -113,7 +96,6 @@ def _version(name: str, found: Optional[str], findings: Findings) -> str:
     return found
 
 
-@_check("torch", "training does not start")
 def _torch(facts: MachineFacts, findings: Findings) -> str:
     if facts.torch_error is None:
         return _version("torch", facts.process.torch, findings)
@@ -125,12 +107,10 @@ def _torch(facts: MachineFacts, findings: Findings) -> str:
     return str(facts.process.torch)
 
 
-@_check("megatron-core", "an import or a patch of megatron-core fails")
 def _megatron(facts: MachineFacts, findings: Findings) -> str:
     return _version("megatron-core", facts.process.megatron_core, findings)
 
 
-@_check("Transformer Engine", "megatron-core does not import, or offloads nothing on a GPU")
 def _transformer_engine(facts: MachineFacts, findings: Findings) -> str:
     found = facts.process.transformer_engine
     if found is not None:
@@ -143,7 +123,6 @@ def _transformer_engine(facts: MachineFacts, findings: Findings) -> str:
     return "not installed"
 
 
-@_check("Compiled extensions", "training waits indefinitely for the lock of a killed build")
 def _extensions(facts: MachineFacts, findings: Findings) -> str:
     # Unlike Path.home(), this is no error for a user without a home directory.
     caches = facts.environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -162,7 +141,6 @@ def _extensions(facts: MachineFacts, findings: Findings) -> str:
     return f"{len(locks) or 'none is'} being compiled"
 
 
-@_check("Run-time patches", "`install()` ends with an error")
 def _patches(facts: MachineFacts, findings: Findings) -> str:
     if not facts.has_megatron:
         return findings.unknown("torch and megatron-core must be importable")
@@ -174,7 +152,7 @@ def _patches(facts: MachineFacts, findings: Findings) -> str:
     return f"{count - len(moved)} of {count} targets as expected"
 
 
-_topic = "Environment variables"
+# Environment variables
 
 ALLOCATORS = {
     "PYTORCH_CUDA_ALLOC_CONF": "",
@@ -183,10 +161,6 @@ ALLOCATORS = {
 }
 
 
-@_check(
-    preflight.TE_SWITCH,
-    "Transformer Engine offloads weights as well; training refuses to start",
-)
 def _switch(facts: MachineFacts, findings: Findings) -> str:
     process = facts.process
     if process.transformer_engine is None:
@@ -201,7 +175,6 @@ def _switch(facts: MachineFacts, findings: Findings) -> str:
     return {None: "no such switch", True: "1", False: "0"}[process.te_offload_v1]
 
 
-@_check("NCCL in CUDA graphs", "illegal memory accesses in captured collectives")
 def _nccl(facts: MachineFacts, findings: Findings) -> str:
     found = {name: facts.environment.get(name) for name in (*ALLOCATORS, "NCCL_GRAPH_REGISTER")}
     for name, unnoticed in ALLOCATORS.items():
@@ -219,7 +192,7 @@ def _nccl(facts: MachineFacts, findings: Findings) -> str:
     return "\n".join(f"{n}={v}" for n, v in found.items() if v is not None) or "not set"
 
 
-_topic = "GPUs"
+# GPUs
 
 SLOW_GB_PER_S = 20.0
 """Copies of pinned memory reach 25 GB/s with PCIe 4 and 55 with PCIe 5, both with 16 lanes."""
@@ -227,7 +200,6 @@ FAR_BELOW_OTHERS = 0.7
 """Fraction of the rate of the host's fastest GPU."""
 
 
-@_check("GPUs", "training runs on the CPU")
 def _gpus(facts: MachineFacts, findings: Findings) -> str:
     if not facts.gpus and facts.driver is None:
         message = "this machine has no GPU: training simulates one on the CPU, for tests only"
@@ -249,7 +221,6 @@ def _gpus(facts: MachineFacts, findings: Findings) -> str:
     return "\n".join([*gpus, f"driver {facts.driver or 'unknown'}"])
 
 
-@_check("Copies", "compute waits for copies")
 def _copies(facts: MachineFacts, findings: Findings) -> str:
     if not facts.gpus:
         return "no GPU"
@@ -282,7 +253,7 @@ def _copies(facts: MachineFacts, findings: Findings) -> str:
     return "\n".join(lines)
 
 
-_topic = "Host memory"
+# Host memory
 
 LAUNCHERS = ("SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Variables of launchers for the number of processes on this host."""
@@ -302,7 +273,6 @@ def ranks_per_host(facts: MachineFacts) -> tuple[int, str]:
     return 1, "--ranks-per-host N changes it"
 
 
-@_check("May be pinned", "ranks pin more than the host has, and the job is killed")
 def _share(facts: MachineFacts, findings: Findings) -> str:
     for name in LAUNCHERS:
         number = facts.environment.get(name, "1")
@@ -330,13 +300,9 @@ def _share(facts: MachineFacts, findings: Findings) -> str:
     return f"{format_bytes(share)} for each of {ranks} ({of})\nranks: {ranks} ({source})"
 
 
-_topic = "Training command"
+# Training command
 
 
-@_check(
-    "Flags",
-    "training stops at the first wrong flag; the doctor finds all at once",
-)
 def _flags(facts: MachineFacts, findings: Findings) -> str:
     command = facts.command
     if command is None and facts.words.flags:
@@ -349,3 +315,57 @@ def _flags(facts: MachineFacts, findings: Findings) -> str:
     offloads = "with offloading" if facts.offloads else "without offloading"
     plural = "es" if command.num_processes > 1 else ""
     return f"a training {offloads}, on {command.num_processes} process{plural}"
+
+
+CHECKS = (
+    Check("Versions", "torch", "training does not start", _torch),
+    Check("Versions", "megatron-core", "an import or a patch of megatron-core fails", _megatron),
+    Check(
+        "Versions",
+        "Transformer Engine",
+        "megatron-core does not import, or offloads nothing on a GPU",
+        _transformer_engine,
+    ),
+    Check(
+        "Versions",
+        "Compiled extensions",
+        "training waits indefinitely for the lock of a killed build",
+        _extensions,
+    ),
+    Check("Versions", "Run-time patches", "`install()` ends with an error", _patches),
+    Check(
+        "Environment variables",
+        preflight.TE_SWITCH,
+        "Transformer Engine offloads weights as well; training refuses to start",
+        _switch,
+    ),
+    Check(
+        "Environment variables",
+        "NCCL in CUDA graphs",
+        "illegal memory accesses in captured collectives",
+        _nccl,
+    ),
+    Check("GPUs", "GPUs", "training runs on the CPU", _gpus),
+    Check("GPUs", "Copies", "compute waits for copies", _copies),
+    Check(
+        "Host memory",
+        "May be pinned",
+        "ranks pin more than the host has, and the job is killed",
+        _share,
+    ),
+    Check(
+        "Training command",
+        "Flags",
+        "training stops at the first wrong flag; the doctor finds all at once",
+        _flags,
+    ),
+)
+
+
+def examine(facts: MachineFacts) -> list[Row]:
+    """Run every check."""
+    rows = []
+    for check in CHECKS:
+        findings = Findings()
+        rows.append(Row(check, check.look(facts, findings), findings))
+    return rows
