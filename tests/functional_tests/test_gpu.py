@@ -192,7 +192,7 @@ def test_layers_that_predict_further_tokens(case: ModelCase) -> None:
 @pytest.mark.gpu
 def test_fused_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Like Transformer Engine's operations, which save tensors themselves."""
-    if not releases.models_pass_their_rank():
+    if not releases.is_since("0.19"):
         pytest.skip(f"{releases.release()} has no fused_group_mlp")
     monkeypatch.setenv("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1")
     case = replace(MOE, overrides={**MOE.overrides, "use_transformer_engine_op_fuser": True})
@@ -309,7 +309,7 @@ def test_two_ranks(case: ModelCase, counts: tuple[int, ...]) -> None:
 
 @pytest.mark.gpus2
 def test_later_stages_keep_more() -> None:
-    if not releases.models_pass_their_rank():
+    if not releases.is_since("0.19"):
         pytest.skip(f"{releases.release()} has no delta_offload_bytes_across_pp_ranks")
     case, kept_bytes = ModelCase(**{**vars(DENSE), "pp": 2}), 100 << 20
     offload = {**MIN_NUMEL, "delta_offload_bytes_across_pp_ranks": kept_bytes}

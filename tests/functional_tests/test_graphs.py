@@ -37,7 +37,7 @@ from megatron.slipstream.patches import releases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.releases]
 has_later_options = pytest.mark.skipif(
-    "not releases.models_pass_their_rank()",
+    'not releases.is_since("0.19")',
     reason="needs an option of megatron-core 0.19",
 )
 

@@ -674,7 +674,7 @@ class Table(NamedTuple):
 
 
 NO_OFFLOADING = {"fine_grained_activation_offloading": False}
-OLDER = {"models_pass_their_rank": False, "has_gpt_builder": False}
+OLDER = {"is_since_0_19": False}
 OF_RELEASE = [
     Case(
         {"offload_modules": ["fused_group_mlp"], "num_experts": 2},
@@ -907,7 +907,7 @@ TABLES = {
         RELEASE_RULES,
         OF_RELEASE,
         {**MODEL, **OLDER, "release": "megatron-core 0.18.2"},
-        {"models_pass_their_rank": True, "has_gpt_builder": True},
+        {"is_since_0_19": True},
     ),
     "schedule": Table(SCHEDULE_RULES, OF_SCHEDULE, TRAINING, {"skip_train": True}),
 }

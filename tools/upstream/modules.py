@@ -100,7 +100,6 @@ KEEP = {
     "packed_sequences.batch": {"context_parallel_positions"},
     "patches.multihot_map": {"indices_to_multihot"},
     "patches.releases": {
-        "models_pass_their_rank",
         "is_since",
         "is_within",
         "TESTED_RELEASES",

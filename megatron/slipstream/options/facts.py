@@ -52,14 +52,14 @@ NAMES: Set[str] = DEFAULTS.keys() | set(
     fine_grained_activation_offloading fine_grained_offloading_max_inflight_offloads fp16
     fp32_residual_connection fp4 fp4_param_gather fp8 fp8_dot_product_attention
     fp8_multi_head_attention fp8_output_proj fp8_param_gather freeze_all_layers full_validation
-    fused_residual_rmsnorm has_gpt_builder heterogeneous_layers_config_encoded_json
+    fused_residual_rmsnorm heterogeneous_layers_config_encoded_json
     heterogeneous_layers_config_path hidden_dropout hidden_size
     hierarchical_context_parallel_sizes hybrid_context_parallel hybrid_layer_pattern is_hybrid_model
-    load
+    is_since_0_19 load
     log_interval logits_load_dir lr lr_decay_iters lr_decay_samples lr_decay_style
     lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters
     lr_wsd_decay_samples max_dynamic_context_parallel_size max_position_embeddings min_lr
-    mock_data models_pass_their_rank moe_apply_probs_on_input moe_expert_capacity_factor
+    mock_data moe_apply_probs_on_input moe_expert_capacity_factor
     moe_expert_rank_capacity_factor moe_ffn_hidden_size moe_grouped_gemm moe_input_jitter_eps
     moe_latent_size moe_layer_freq moe_pad_expert_input_to_capacity moe_paged_stash
     moe_router_padding_for_quantization moe_shared_expert_intermediate_size

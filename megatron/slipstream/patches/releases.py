@@ -72,16 +72,3 @@ def is_since(version: str) -> bool:
 def _two_numbers(version: str) -> tuple[int, int]:
     major, minor, *_ = version.split(".")
     return int(major), int(minor)
-
-
-def models_pass_their_rank() -> bool:
-    """Whether models pass pipeline rank, delta and fraction when a pass begins (from 0.19 on).
-
-    The same change passes a mark the name of its group when the group ends.
-    """
-    return is_since("0.19")
-
-
-def has_gpt_builder() -> bool:
-    """Whether ``megatron.training`` builds GPT models from a configuration (from 0.19 on)."""
-    return is_since("0.19")

@@ -248,7 +248,7 @@ def _train_with_spec(
     ],
 )
 def test_a_spec_makes_the_same_model_whoever_reads_it(how: str, more: list[str]) -> None:
-    if how == "called with a model configuration" and not releases.has_gpt_builder():
+    if how == "called with a model configuration" and not releases.is_since("0.19"):
         pytest.skip(f"{releases.release()} has no builder that calls a spec so")
     ((expected, actual),) = run_ranks(1, _train_with_spec, how, more)
     assert actual["layers"] == expected["layers"]
@@ -281,7 +281,7 @@ def _build_by_flag(rank: int, world_size: int, port: int) -> tuple[bool, str, st
 
 
 def test_megatrons_own_builder_takes_the_flag() -> None:
-    if not releases.has_gpt_builder():
+    if not releases.is_since("0.19"):
         pytest.skip(f"{releases.release()} has no builder that reads --spec")
     ((is_ready, with_flag, without),) = run_ranks(1, _build_by_flag)
     assert is_ready
@@ -386,6 +386,6 @@ def _pre_wrap_hook(rank: int, world_size: int, port: int) -> bool:
 
 
 def test_the_hooks_of_a_model_configuration_take_it() -> None:
-    if not releases.has_gpt_builder():
+    if not releases.is_since("0.19"):
         pytest.skip(f"{releases.release()} has no model configurations with hooks")
     assert run_ranks(1, _pre_wrap_hook) == [True]

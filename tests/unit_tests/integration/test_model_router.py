@@ -445,7 +445,7 @@ def test_an_iteration_of_passes_that_no_call_began_ends_with_its_schedule(router
 
     for num_groups in (2, 1):
         manager.init_model_chunk_offload_handler(
-            **{name: 0 for name in ("pp_rank",) if releases.models_pass_their_rank()},
+            **{name: 0 for name in ("pp_rank",) if releases.is_since("0.19")},
             vp_size=None,
             vp_stage=None,
         )

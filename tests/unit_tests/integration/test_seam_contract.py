@@ -50,7 +50,7 @@ CHUNK_CONTRACT = frozenset(
 
 def _manager_contract() -> frozenset[str]:
     """Methods of the manager that the installed release uses, outside of its own engine."""
-    if not releases.models_pass_their_rank():
+    if not releases.is_since("0.19"):
         return MANAGER_CONTRACT | {"mark_not_offloadable"}
     names = "_in_replay cuda_graph_event cuda_graph_stream mark_not_offload"
     return MANAGER_CONTRACT | set(names.split())
@@ -129,7 +129,7 @@ def test_models_that_pass_no_rank_are_of_a_release_whose_marks_get_no_name() -> 
     assert calls
     for call in calls:
         gets_name = any(isinstance(value, ast.Name) and value.id == "name" for value in call.args)
-        assert gets_name == releases.models_pass_their_rank()
+        assert gets_name == releases.is_since("0.19")
 
 
 def test_our_manager_and_mark_have_what_the_wheel_uses() -> None:
@@ -246,7 +246,7 @@ def test_what_models_say_when_a_pass_begins_arrives(manager: PipelineOffloadMana
     assert (chunk.vp_stage, chunk.min_offloaded_tensor_size) == (1, 7)
     options, defaults = manager.engine.options, defaults_of_later_options()
     for name in defaults.keys() & VALUES.keys():
-        said = VALUES if releases.models_pass_their_rank() else defaults
+        said = VALUES if releases.is_since("0.19") else defaults
         assert getattr(options, name) == said[name]
 
 
@@ -254,7 +254,7 @@ def test_what_later_models_say_is_a_warning_and_no_error(
     manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     begin = manager.init_model_chunk_offload_handler
-    pass_arguments = (0, None, 0, 1)[not releases.models_pass_their_rank() :]
+    pass_arguments = (0, None, 0, 1)[not releases.is_since("0.19") :]
     for _ in range(2):
         begin(*pass_arguments, later=None)
         begin(*pass_arguments, buffer_size_gib=4)

@@ -117,7 +117,7 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_a_mistake_is_one_line_that_names_option_and_cure(case: str, folder: Path) -> None:
     flags, words = REFUSALS[case]
-    if case == "fraction" and not releases.models_pass_their_rank():
+    if case == "fraction" and not releases.is_since("0.19"):
         pytest.skip(f"{releases.release()} has no activation_offload_fraction")
     save = ["--save", "checkpoints", "--save-interval", "1", "--offload-report-path", "report.json"]
     _assert_refused(_train(folder, [*MODEL, *MOCK, *save, *flags]), folder, *words)
@@ -138,7 +138,7 @@ def test_packs_of_several_corpora_are_not_balanced(folder: Path, tmp_path: Path)
 
 @pytest.mark.releases
 def test_a_flag_of_a_later_release_is_refused_with_what_to_do_instead(folder: Path) -> None:
-    if releases.models_pass_their_rank():
+    if releases.is_since("0.19"):
         pytest.skip(f"{releases.release()} has it")
     flags = [*OFFLOAD, "core_attn", "--delta-offload-bytes-across-pp-ranks", "1"]
     words = [releases.release(), "delta_offload_bytes_across_pp_ranks", "install megatron-core 0.1"]

@@ -29,9 +29,7 @@ from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied, resolve
 from megatron.slipstream.patches.releases import (
     TESTED_RELEASES,
-    has_gpt_builder,
     is_since,
-    models_pass_their_rank,
     release,
 )
 from megatron.slipstream.patches.training_loop import bound
@@ -41,7 +39,7 @@ from megatron.slipstream.patches.training_loop import bound
 
 def missing_pass_arguments() -> tuple[int, ...]:
     """Return the pipeline rank, which models of 0.18 do not pass as first argument."""
-    if models_pass_their_rank():
+    if is_since("0.19"):
         return ()
     from megatron.core import parallel_state
 
@@ -163,7 +161,7 @@ _NOT_BUILT = (
 
 def _not_built(name: str) -> Rule:
     def is_asked_for(facts: Any) -> bool:
-        is_gpt = facts.hybrid_layer_pattern is None and not facts.has_gpt_builder
+        is_gpt = facts.hybrid_layer_pattern is None and not facts.is_since_0_19
         return is_gpt and getattr(facts, name) is not None
 
     return _lacks(
@@ -181,7 +179,7 @@ RELEASE_RULES: tuple[Rule, ...] = (
         lambda f: (
             f.fine_grained_activation_offloading
             and "fused_group_mlp" in (f.offload_modules or ())
-            and not f.models_pass_their_rank
+            and not f.is_since_0_19
         ),
         "offload_modules=fused_group_mlp",
         "that release does not mark it",
@@ -190,9 +188,7 @@ RELEASE_RULES: tuple[Rule, ...] = (
     _lacks(
         "cuda_graph_impl",
         lambda f: (
-            offloads_with_our_engine(f)
-            and f.cuda_graph_impl == "local"
-            and not f.models_pass_their_rank
+            offloads_with_our_engine(f) and f.cuda_graph_impl == "local" and not f.is_since_0_19
         ),
         "cuda_graph_impl=local with offloading",
         "that release supports offloading only with Transformer Engine's graphs",
@@ -200,7 +196,7 @@ RELEASE_RULES: tuple[Rule, ...] = (
     ),
     _lacks(
         "cuda_graph_granularity",
-        lambda f: f.cuda_graph_granularity == "chunk" and not f.models_pass_their_rank,
+        lambda f: f.cuda_graph_granularity == "chunk" and not f.is_since_0_19,
         "cuda_graph_granularity=chunk",
         "its training loop has no hook for built models",
         "leave it out",
@@ -210,7 +206,7 @@ RELEASE_RULES: tuple[Rule, ...] = (
         lambda f: (
             f.cuda_graph_impl == "transformer_engine"
             and f.sequence_packing is not None
-            and not f.models_pass_their_rank
+            and not f.is_since_0_19
         ),
         "cuda_graph_impl=transformer_engine with sequence_packing",
         "its training loop has no hook for built models",
@@ -218,7 +214,7 @@ RELEASE_RULES: tuple[Rule, ...] = (
     ),
     _lacks(
         "moe_sync_free_experts",
-        lambda f: f.moe_sync_free_experts and not f.models_pass_their_rank,
+        lambda f: f.moe_sync_free_experts and not f.is_since_0_19,
         "moe_sync_free_experts",
         "its expert layers are built otherwise",
         "leave it out",
@@ -234,8 +230,7 @@ def check_release(options: Any) -> list[Finding]:
         RELEASE_RULES,
         options,
         release=release(),
-        models_pass_their_rank=models_pass_their_rank(),
-        has_gpt_builder=has_gpt_builder(),
+        is_since_0_19=is_since("0.19"),
     )
 
 
@@ -246,7 +241,7 @@ def gpt_config(args: Any) -> Any:
     """Return the GPT model configuration that megatron's arguments describe, for a builder."""
     from megatron.training import argument_utils
 
-    return argument_utils.gpt_config_from_args(args) if has_gpt_builder() else _GPT(args)
+    return argument_utils.gpt_config_from_args(args) if is_since("0.19") else _GPT(args)
 
 
 class _GPT:
@@ -327,7 +322,7 @@ def bind_pretrain(args: Any, model: Any) -> Pretrain:
     """
     from megatron.training import argument_utils
 
-    if has_gpt_builder():
+    if is_since("0.19"):
         container = argument_utils.pretrain_cfg_container_from_args(args, model)
         return partial(_pretrain_by_config, container)
     builder = model if isinstance(model, _GPT) else model.get_builder_cls()(model)
