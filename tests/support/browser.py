@@ -177,11 +177,22 @@ class BrowserPage:
         """Send an event of the mouse at a place of the window, such as ``mouseMoved``."""
         self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **facts)
 
-    def click(self, element: str, modifiers: int = 0) -> None:
+    def click(self, element: str, modifiers: int = 0, count: int = 1) -> None:
         """Click the middle of an element."""
         left, top, width, height = self.box(element)
-        place = left + width / 2, top + height / 2
-        facts = {"button": "left", "modifiers": modifiers, "clickCount": 1}
-        self.mouse("mousePressed", *place, buttons=1, **facts)
-        self.mouse("mouseReleased", *place, **facts)
+        self.click_at(left + width / 2, top + height / 2, modifiers=modifiers, count=count)
+
+    def click_at(self, x: float, y: float, modifiers: int = 0, count: int = 1) -> None:
+        """Click a place of the window, several times in a row with ``count``."""
+        facts = {"button": "left", "modifiers": modifiers}
+        for number in range(1, count + 1):
+            self.mouse("mousePressed", x, y, clickCount=number, buttons=1, **facts)
+            self.mouse("mouseReleased", x, y, clickCount=number, **facts)
+        self.draw()
+
+    def press(self, key: str, modifiers: int = 0) -> None:
+        """Press a key in the element that has the focus."""
+        text = {} if modifiers or len(key) > 1 else {"text": key}
+        self._call("Input.dispatchKeyEvent", type="keyDown", key=key, modifiers=modifiers, **text)
+        self._call("Input.dispatchKeyEvent", type="keyUp", key=key, modifiers=modifiers)
         self.draw()

@@ -20,9 +20,15 @@ MAX_WAIT_SHARE = 0.01
 """Maximum stall time, as a fraction of the step time."""
 MAX_PREDICTION_ERROR = 0.05
 MAX_PEAK_ERROR = 0.02
+MAX_WASTE_SHARE = 0.25
+MIN_WASTE_BYTES = 64 << 20
 MAX_UNFREED_SHARE = 0.05
+WARM_ITERATIONS = 4
+"""Number of iterations after which the host pool should not grow."""
 MAX_PLANS = 8
 """A few plans are rebuilt from measured times; more indicate that iterations differ."""
+MAX_NAMED = 6
+"""Maximum number of groups listed by name."""
 
 
 class Observation(NamedTuple):
@@ -107,6 +113,10 @@ def _late_starts(rank: RankReport) -> Iterator[Observation]:
         return
     modules = {name: item.num_late for name, item in rank.modules.items() if item.num_late}
     text = ", ".join(f"{name}: {num}" for name, num in modules.items())
+    if rank.late_groups:
+        groups = sorted(rank.late_groups.items(), key=lambda item: -item[1])
+        text += f"; groups {', '.join(key for key, _ in groups[:MAX_NAMED])}"
+        text += f" and {len(groups) - MAX_NAMED} more" if len(groups) > MAX_NAMED else ""
     yield _problem(
         "Copies back started only when backward needed them",
         f"{num_late} in the last iteration ({text})",
@@ -181,6 +191,27 @@ def _host_limit(rank: RankReport) -> Iterator[Observation]:
         )
 
 
+def _host_growth(rank: RankReport) -> Iterator[Observation]:
+    if rank.host_growth_bytes and rank.num_iterations >= WARM_ITERATIONS:
+        yield _problem(
+            "Host memory still grows",
+            f"{format_bytes(rank.host_growth_bytes)} new in iteration {rank.num_iterations}",
+            "Sizes change from iteration to iteration. The growth ends once every size has "
+            "occurred, at the latest at --offload-host-memory-limit-bytes.",
+        )
+
+
+def _host_waste(rank: RankReport) -> Iterator[Observation]:
+    if rank.host_waste_bytes > MIN_WASTE_BYTES and rank.host_waste_fraction > MAX_WASTE_SHARE:
+        yield _note(
+            "Host memory is fragmented",
+            f"{format_bytes(rank.host_waste_bytes)} was unusable at the peak in use "
+            f"({rank.host_waste_fraction:.0%} of it)",
+            "Buffers of very different sizes fragment the pool; leave out the module that moves "
+            "the smallest tensors, or raise --min-offloaded-tensor-size.",
+        )
+
+
 def _unfreed(rank: RankReport) -> Iterator[Observation]:
     for name, item in rank.modules.items():
         kept = item.d2h_bytes - item.freed_bytes
@@ -220,6 +251,16 @@ def _moves(rank: RankReport) -> Iterator[Observation]:
         )
 
 
+def _timed(rank: RankReport) -> Iterator[Observation]:
+    if rank.num_iterations and not (rank.measured_ms or rank.planned_ms):
+        yield _note(
+            "Nothing was timed",
+            "",
+            "Copies and computation are timed on a GPU, from the fourth iteration on. Without "
+            "times, the timeline shows the time available to copies instead of their duration.",
+        )
+
+
 CHECKS: Sequence[Callable[[RankReport], Iterator[Observation]]] = (
     _warnings,
     _late_starts,
@@ -228,7 +269,10 @@ CHECKS: Sequence[Callable[[RankReport], Iterator[Observation]]] = (
     _peak_as_planned,
     _target,
     _host_limit,
+    _host_growth,
     _plans,
     _moves,
+    _host_waste,
     _unfreed,
+    _timed,
 )

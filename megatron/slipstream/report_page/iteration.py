@@ -52,6 +52,8 @@ class Lane:
     bars: tuple[Bar, ...]
     waits: tuple[Bar, ...] = ()
     """Stalls of compute, named by the copy that it waited for."""
+    are_windows: bool = False
+    """Whether bars are the time available to copies, because their durations are unknown."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Iteration:
     plan: Plan
     simulation: Simulation
     is_predicted: bool
-    """Whether the trace has times; otherwise compute is drawn evenly, and no copies are."""
+    """Whether copies have durations; otherwise they have windows."""
     measured: Optional[Lane]
     peak_bytes: tuple[int, ...]
 
@@ -87,7 +89,12 @@ class Iteration:
         """Rows of the timeline: measured, then predicted."""
         names = QUEUE_NAMES
         if not self.is_predicted:
-            return (Lane(names[Queue.COMPUTE], self.compute),)
+            out, back = self._windows(ActionKind.D2H), self._windows(ActionKind.H2D)
+            return (
+                Lane(names[Queue.COMPUTE], self.compute),
+                Lane(names[Queue.D2H], out, are_windows=True),
+                Lane(names[Queue.H2D], back, are_windows=True),
+            )
         stalls = tuple(
             Bar(stall.start_ms, stall.start_ms + stall.ms, stall.cause)
             for stall in self.simulation.stalls
@@ -132,11 +139,24 @@ class Iteration:
             if span.queue is queue:
                 yield Bar(span.start_ms, span.end_ms, span.cause, span.nbytes)
 
+    def _windows(self, kind: ActionKind) -> tuple[Bar, ...]:
+        """Return, for each copy, the window from its earliest start to its latest end."""
+        starts = self.step_starts
+        bars = []
+        for group in self.plan.groups:
+            if group.moves and group.moved_nbytes:
+                is_out = kind is ActionKind.D2H
+                first = group.commit_step if is_out else group.h2d_step
+                last = group.free_step if is_out else group.use_step
+                cause = Action(kind, group.key, group.name)
+                bars.append(Bar(starts[first], starts[last], cause, group.moved_nbytes))
+        return tuple(sorted(bars, key=lambda bar: bar[:2]))
+
 
 def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
     """Return a rank's iteration from its plan and measurements.
 
-    A trace without times is drawn with evenly spaced marks, and without copies.
+    A trace without times is drawn with evenly spaced marks, and copies as windows.
 
     Args:
         plan: The rank's plan.
@@ -223,6 +243,7 @@ def figures(iteration: Iteration) -> dict[str, Any]:
         "lanes": [
             {
                 "name": lane.name,
+                "areWindows": lane.are_windows,
                 "bars": columns(lane.bars),
                 "waits": columns(lane.waits),
             }

@@ -9,6 +9,7 @@ const GUTTER = 76, LANE = 30, LANE_PITCH = 38, PASSES = 18, AXIS = 20, MEMORY = 
 const STALL_RISE = 3; // Pixels above and below the lane, so that colour is not a stall's only mark.
 const PIXELS_PER_CHARACTER = 6.6;
 const MIN_PIXELS = 0.3; // A bar that adds less to the last one of its colour is not seen.
+const MIN_PIXELS_LINED = 12; // Lines between narrower bars would hide the bars.
 const SHORT_ROWS = 200; // As in page.css.
 
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
@@ -163,7 +164,7 @@ class Charts {
     return svg("text", { x: (left + right) / 2, y, "text-anchor": "middle", class: name }, text);
   }
 
-  laneShapes({ bars, waits }, y) {
+  laneShapes({ bars, waits, areWindows }, y) {
     const { owners, colours, betweenGroups } = this;
     const [first, last] = this.visible(bars.start);
     const paths = {}, drawnTo = {}, labels = [], picked = [];
@@ -184,9 +185,11 @@ class Charts {
     for (let i = firstWait; i <= lastWait; i++) {
       wait += this.rectangle(this.x(waits.start[i]), this.x(waits.start[i] + waits.length[i]), y, STALL_RISE);
     }
+    const isLined = this.pixels > MIN_PIXELS_LINED * (last - first);
+    const kind = `bar${areWindows ? " window" : ""}${isLined ? " lined" : ""}`;
     return [
       svg("rect", { class: "ground", y, width: this.pixels, height: LANE }),
-      ...Object.entries(paths).map(([colour, d]) => svg("path", { class: `bar ${colour}`, d })),
+      ...Object.entries(paths).map(([colour, d]) => svg("path", { class: `${kind} ${colour}`, d })),
       svg("path", { class: "wait", d: wait }),
       svg("g", { class: "labels" }, ...labels, ...picked),
     ];
@@ -230,7 +233,10 @@ class Charts {
       const cx = this.x(start[curves[name].indexOf(peak)]);
       shapes.push(svg("circle", { class: `peak ${name}`, cx, cy: y(peak), r: 4.5 }));
     }
-    if (target) shapes.push(svg("line", { class: "curve target", x2: this.pixels, y1: y(target), y2: y(target) }));
+    if (target) {
+      shapes.push(svg("line", { class: "curve target", x2: this.pixels, y1: y(target), y2: y(target) }));
+      shapes.push(svg("text", { class: "target-name", x: this.pixels - 6, y: y(target) - 5, "text-anchor": "end" }, "target"));
+    }
     this.frame(this.curves, MEMORY, texts, [...lines, ...shapes]);
   }
 
@@ -254,21 +260,22 @@ class Charts {
     for (const [bars, isWait] of lane ? [[lane.waits, true], [lane.bars, false]] : []) {
       const last = lastUpTo(bars.start, time + slack);
       for (let i = last; i >= Math.max(0, last - 8); i--) {
-        if (time <= bars.start[i] + bars.length[i] + slack) return this.lines(bars, i, isWait);
+        if (time <= bars.start[i] + bars.length[i] + slack) return this.lines(lane, bars, i, isWait);
       }
     }
     return null;
   }
 
-  lines(bars, place, isWait) {
-    const { unit } = this;
+  lines({ areWindows }, bars, place, isWait) {
+    const { unit } = this, isWindow = areWindows && !isWait;
     const start = bars.start[place], length = bars.length[place], nbytes = bars.bytes[place];
     const show = (time) => time.toFixed(unit === "ms" ? 3 : 0);
     const name = `${isWait ? "stall at " : ""}${this.action(bars, place)}`;
-    const times = `${show(length)} ${unit}, from ${show(start)} ${unit}`;
+    const times = isWindow ? `may run from ${show(start)} to ${show(start + length)} ${unit}`
+      : `${show(length)} ${unit}, from ${show(start)} ${unit}`;
     if (!nbytes) return [name, times];
     const size = nbytes >= 2 ** 20 ? `${(nbytes / 2 ** 20).toFixed(1)} MiB` : `${(nbytes / 1024).toFixed(1)} KiB`;
-    const rate = length > 0 ? `, ${(nbytes / length / 1e6).toFixed(1)} GB/s` : "";
+    const rate = !isWindow && length > 0 ? `, ${(nbytes / length / 1e6).toFixed(1)} GB/s` : "";
     return [name, times, size + rate];
   }
 
@@ -306,8 +313,15 @@ class Charts {
     const actions = {
       in: () => this.zoom(1 / 2), out: () => this.zoom(2), all: () => { this.chosen = -1; this.view(0, 1); },
       next: () => this.goToStall(1), previous: () => this.goToStall(-1),
+      left: () => this.move(-60), right: () => this.move(60),
     };
+    const keys = { "+": "in", "=": "in", "-": "out", 0: "all", n: "next", p: "previous", ArrowLeft: "left", ArrowRight: "right" };
     this.tools.addEventListener("click", (event) => actions[event.target.dataset?.do]?.());
+    this.timeline.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in keys)) return;
+      event.preventDefault();
+      actions[keys[event.key]]();
+    });
     for (const plot of this.plots) {
       let last = 0;
       plot.addEventListener("pointerdown", (event) => { last = event.clientX; });
@@ -317,6 +331,7 @@ class Charts {
         last = event.clientX;
       });
       plot.addEventListener("pointerleave", () => this.leave());
+      plot.addEventListener("dblclick", (event) => this.zoom(1 / 3, this.shareAt(event, plot)));
       plot.addEventListener("wheel", (event) => {
         const isZoom = event.ctrlKey || event.metaKey;
         if (!isZoom && Math.abs(event.deltaX) <= Math.abs(event.deltaY)) return;

@@ -39,9 +39,9 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "warning": ({"warnings": {"rank 0: it is late; do this": 1}}, "it is late; do this", ""),
     "note": ({"notes": ["offload_x is not followed"]}, "offload_x is not followed", ""),
     "late": (
-        {"modules": {"core_attn": replace(MODULE, num_late=2)}},
+        {"modules": {"core_attn": replace(MODULE, num_late=2)}, "late_groups": {"0.3": 2}},
         "Copies back started only when backward needed them",
-        "2 in the last iteration (core_attn: 2)",
+        "2 in the last iteration (core_attn: 2; groups 0.3)",
     ),
     "waits": (
         {"measured_ms": 100.0, "planned_ms": 100.0, "modules": {"a": replace(MODULE, stall_ms=2)}},
@@ -72,6 +72,11 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "Groups stay on the device because host memory is short",
         "3 groups, the limit is 1.0 GiB",
     ),
+    "host growth": (
+        {"host_growth_bytes": GIB},
+        "Host memory still grows",
+        "1.0 GiB new in iteration 20",
+    ),
     "plans": (
         {"num_plans": 10},
         "Iterations differ, so plans are rebuilt repeatedly",
@@ -88,11 +93,17 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "Nothing needs to move",
         "8.0 GiB, the target is 9.0 GiB",
     ),
+    "waste": (
+        {"host_waste_bytes": GIB, "host_high_water_bytes": 2 * GIB},
+        "Host memory is fragmented",
+        "1.0 GiB was unusable at the peak in use (50% of it)",
+    ),
     "unfreed": (
         {"modules": {"core_attn": replace(MODULE, freed_bytes=90)}},
         "Copies that freed no device memory",
         "core_attn: 10 B of 100 B",
     ),
+    "untimed": ({"measured_ms": 0.0, "planned_ms": 0.0}, "Nothing was timed", ""),
 }
 
 
@@ -129,9 +140,11 @@ ALMOST: dict[str, dict[str, Any]] = {
         "num_kept_for_host_memory": 3,
         "warnings": {"offload_host_memory_limit_bytes=3 (3 B) is less than ...": 1},
     },
+    "host growth of a cold run": {"host_growth_bytes": GIB, "num_iterations": 3},
     "plans": {"num_plans": 8},
     "plans of a long run": {"num_plans": 30, "num_iterations": 200},
     "graphs move": {"modules": {}, "graphs": {"a": MODULE}},
+    "waste": {"host_waste_bytes": GIB, "host_high_water_bytes": 4 * GIB},
     "unfreed": {"modules": {"core_attn": replace(MODULE, freed_bytes=95)}},
 }
 
@@ -158,14 +171,21 @@ def test_the_same_on_several_ranks_is_one_finding_with_the_ranks_that_agree() ->
     ranks = [replace(good_rank(), rank=number) for number in range(4)]
     for rank, measured_ms in zip(ranks, (110.0, 0.0, 110.0, 120.0), strict=True):
         rank.measured_ms, rank.planned_ms = measured_ms, 100.0 if measured_ms else 0.0
-    ranks[1].modules = {"core_attn": replace(MODULE, freed_bytes=90)}
-    slow, unfreed = findings(Report(ranks))
+    slow, untimed = findings(Report(ranks))
     assert slow.details == (
         ((0, 2), "110.0 ms, 100.0 ms planned"),
         ((3,), "120.0 ms, 100.0 ms planned"),
     )
-    assert (slow.finding.severity, unfreed.finding.severity) == ("warning", "note")
-    assert unfreed.details == (((1,), "core_attn: 10 B of 100 B"),)
+    assert (slow.finding.severity, untimed.finding.severity) == ("warning", "note")
+    assert untimed.details == (((1,), ""),)
+
+
+def test_many_late_groups_are_not_all_named() -> None:
+    late = {f"0.{place}": 20 - place for place in range(9)}
+    modules = {"core_attn": replace(MODULE, num_late=9)}
+    (finding,) = found(replace(good_rank(), modules=modules, late_groups=late))
+    ((_, detail),) = finding.details
+    assert "groups 0.0, 0.1, 0.2, 0.3, 0.4, 0.5 and 3 more" in detail
 
 
 def test_waits_are_named_by_module_the_longest_first() -> None:
@@ -193,8 +213,7 @@ def test_the_example_of_these_tests_moves() -> None:
 
 
 def test_the_next_step_is_the_cure_of_the_first_problem() -> None:
-    modules = {"core_attn": replace(MODULE, freed_bytes=90)}
-    rank = replace(good_rank(), num_plans=10, modules=modules)
+    rank = replace(good_rank(), num_plans=10, host_waste_bytes=GIB, host_high_water_bytes=2 * GIB)
     (problem, _), (note, _) = found(rank)
     assert (problem.severity, note.severity) == ("warning", "note")
     assert next_step(Report([rank])) == f"{problem.message}. {problem.cure}"

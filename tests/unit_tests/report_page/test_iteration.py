@@ -84,17 +84,25 @@ def test_memory_of_another_iteration_is_not_drawn() -> None:
     assert iteration_of(run.plan, rank).peak_bytes == ()
 
 
-def test_without_times_marks_are_evenly_spread_and_copies_are_not_drawn() -> None:
+def test_without_times_marks_are_evenly_spread_and_copies_have_windows() -> None:
     run = make_run(make_trace(is_timed=False))
     shown = iteration_of(run.plan, run.rank)
     num_steps = len(run.plan.trace.steps)
     assert shown.unit == "marks"
     assert not shown.is_predicted
     assert [bar.start for bar in shown.compute] == pytest.approx(range(num_steps))
-    assert [lane.bars for lane in shown.lanes] == [shown.compute]
-    (group, *_) = [group for group in run.plan.groups if group.moves]
-    (row,) = [row for row in table(run.rank, shown) if row["Group"] == str(group.key)]
-    assert (row["Offload"], row["Reload"]) == (str(group.commit_step), str(group.h2d_step))
+    compute, out, back = shown.lanes
+    assert [compute.are_windows, out.are_windows, back.are_windows] == [False, True, True]
+    by_key = {group.key: group for group in run.plan.groups if group.moves}
+    assert len(out.bars) == len(back.bars) == len(by_key) > 0
+    for bar in out.bars:
+        group = by_key[bar.cause.key]
+        assert (bar.start, bar.end) == pytest.approx((group.commit_step, group.free_step))
+        assert bar.cause.kind is ActionKind.D2H
+    for bar in back.bars:
+        group = by_key[bar.cause.key]
+        assert (bar.start, bar.end) == pytest.approx((group.h2d_step, group.use_step))
+        assert bar.cause.kind is ActionKind.H2D
 
 
 def test_passes_cover_compute_in_order_and_have_the_names_of_pictures() -> None:
