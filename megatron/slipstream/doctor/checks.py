@@ -248,7 +248,8 @@ def _copies(facts: MachineFacts, findings: Findings) -> str:
                     f"GPU {gpu.number}: copies {direction} reach {rate:.1f} GB/s; 16 lanes reach "
                     f"25 (PCIe 4) or 55 (PCIe 5), and the fastest GPU here {best:.1f}",
                     "compare lanes and generation of the link (nvidia-smi -q) with the card's; "
-                    "reseat it, or run on the GPU's NUMA node and without other users of the link",
+                    "reseat it, keep other users off it, or start the training with torchrun "
+                    "--numa-binding=node",
                 )
     return "\n".join(lines)
 

@@ -161,7 +161,7 @@ CASES = (
         "slow-copies",
         "warning",
         first_gpu(bandwidth=Bandwidth(55.4, 38.0, 50.0, 20.0)),
-        ("GPU 0: copies back reach 38.0 GB/s", "the fastest GPU here 55.6", "NUMA"),
+        ("GPU 0: copies back reach 38.0 GB/s", "the fastest GPU here 55.6", "--numa-binding"),
         (first_gpu(bandwidth=Bandwidth(40.0, 40.0, 10.0, 10.0)),),
     ),
     Case(
