@@ -65,14 +65,6 @@ class CaptureParameters:
     """
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
-        places = {id(place): place for part in module.modules() for place in _places_in(part)}
-        self._own = [
-            (place, own_name, parameter)
-            for place in places.values()
-            for own_name, parameter in place.items()
-            if isinstance(parameter, torch.nn.Parameter)
-        ]
-        """The places and names of each parameter; a shared one has several."""
         self._others: dict[torch.nn.Parameter, Any] = {}
         for full_name, parameter in module.named_parameters():
             if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
@@ -86,6 +78,15 @@ class CaptureParameters:
             if other.requires_grad:
                 other.register_post_accumulate_grad_hook(_add_to_main_grad)
             self._others[parameter] = other
+        places = {id(place): place for part in module.modules() for place in _places_in(part)}
+        self._own = [
+            (place, own_name, parameter)
+            for place in places.values()
+            for own_name, parameter in place.items()
+            # Objects may also refer to parameters of other modules.
+            if isinstance(parameter, torch.nn.Parameter) and parameter in self._others
+        ]
+        """The places and names of each parameter; a shared one has several."""
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

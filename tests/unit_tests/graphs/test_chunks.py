@@ -112,6 +112,15 @@ def test_hooks_of_parameters_do_not_run_for_a_replay(checkpoint: bool) -> None:
     assert training.hooks == ["before"] * 2 + ["after", *outside] * 2
 
 
+def test_an_object_of_a_module_may_refer_to_parameters_of_others() -> None:
+    training = Training(1)
+    training.module.layers[0].parts.tied = training.before.weight
+    for number in range(2):
+        training.iteration("FB", STEP * number)
+    assert training.graphs.num_replays == 1
+    assert equal(training, trained(None, ["FB"] * 2))
+
+
 def test_what_an_eager_layer_noted_of_a_gradient_does_not_count_for_the_graphs() -> None:
     def run(num_slots: Optional[int]) -> Training:
         training = trained(num_slots, ["FB"])
