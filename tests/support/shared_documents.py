@@ -89,10 +89,8 @@ def build(case: ModelCase, change: Callable[[Any], Any], **overrides: Any) -> to
 
 def with_gathering_attention(spec: Any) -> Any:
     """Core attention that supports shared documents, inside megatron-core's own attention."""
-    from megatron.slipstream.integration.cpu.cpu_modules import (
-        GatheringCoreAttention,
-        LatentCoreAttention,
-    )
+    from megatron.slipstream.integration.cpu.cpu_modules import LatentCoreAttention
+    from megatron.slipstream.integration.cpu.gathering_attention import GatheringCoreAttention
     from megatron.slipstream.integration.seam.specs import replace_classes
 
     return replace_classes(spec, {LatentCoreAttention: GatheringCoreAttention})

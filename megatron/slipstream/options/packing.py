@@ -68,6 +68,41 @@ def _balancing_types(facts: Any) -> set[str]:
     return {given} if isinstance(given, str) else set(given)
 
 
+PACKED_LAYER_RULES: tuple[Rule, ...] = (
+    _unsupported_in_layers(
+        "cuda_graph_warmup_steps",
+        "what layers are called with is learned from an iteration without graphs",
+        "set at least 1",
+        lambda f: f.cuda_graph_warmup_steps >= 1,
+    ),
+    Condition(_LAYERS, _captures_attention)(
+        "apply_rope_fusion",
+        "unfused rotary embeddings read the lengths of sequences from the GPU",
+        "leave --no-rope-fusion out, or attn out of cuda_graph_modules",
+        lambda f: f.apply_rope_fusion,
+    ),
+    *_unsupported_in_layers.each(
+        "fp8 fp4", "the graphs of a layer would share quantized weights that each of them computes"
+    ),
+    _unsupported_in_layers(
+        "overlap_moe_expert_parallel_comm",
+        "its schedule interleaves the layers of two micro-batches",
+    ),
+    _unsupported_in_layers(
+        "delay_wgrad_compute",
+        "the graphs of weight gradients are found by the number of the micro-batch",
+    ),
+    Condition(
+        _LAYERS, lambda f: _captures_layers(f) and bool(f.fine_grained_activation_offloading)
+    )(
+        "offload_engine",
+        "megatron-core's engine expects a graph for each micro-batch",
+        "set offload_engine=slipstream",
+        lambda f: f.offload_engine == "slipstream",
+    ),
+)
+"""Requirements of graphs of layers on packed training."""
+
 PACKING_RULES: tuple[Rule, ...] = (
     _needs_packing("thd_max_packed_sequences"),
     _needs_packing("thd_max_tokens"),
@@ -160,37 +195,7 @@ PACKING_RULES: tuple[Rule, ...] = (
         "set transformer_engine, or leave it out and set cuda_graph_granularity=chunk",
         ("none", "transformer_engine"),
     ),
-    _unsupported_in_layers(
-        "cuda_graph_warmup_steps",
-        "what layers are called with is learned from an iteration without graphs",
-        "set at least 1",
-        lambda f: f.cuda_graph_warmup_steps >= 1,
-    ),
-    Condition(_LAYERS, _captures_attention)(
-        "apply_rope_fusion",
-        "unfused rotary embeddings read the lengths of sequences from the GPU",
-        "leave --no-rope-fusion out, or attn out of cuda_graph_modules",
-        lambda f: f.apply_rope_fusion,
-    ),
-    *_unsupported_in_layers.each(
-        "fp8 fp4", "the graphs of a layer would share quantized weights that each of them computes"
-    ),
-    _unsupported_in_layers(
-        "overlap_moe_expert_parallel_comm",
-        "its schedule interleaves the layers of two micro-batches",
-    ),
-    _unsupported_in_layers(
-        "delay_wgrad_compute",
-        "the graphs of weight gradients are found by the number of the micro-batch",
-    ),
-    Condition(
-        _LAYERS, lambda f: _captures_layers(f) and bool(f.fine_grained_activation_offloading)
-    )(
-        "offload_engine",
-        "megatron-core's engine expects a graph for each micro-batch",
-        "set offload_engine=slipstream",
-        lambda f: f.offload_engine == "slipstream",
-    ),
+    *PACKED_LAYER_RULES,
     _unsupported(
         "position_embedding_type",
         "its positions are not those of tokens in a document",

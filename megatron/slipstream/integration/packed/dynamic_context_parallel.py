@@ -12,10 +12,8 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from megatron.slipstream.integration.cpu.cpu_modules import (
-    GatheringCoreAttention,
-    LatentCoreAttention,
-)
+from megatron.slipstream.integration.cpu.cpu_modules import LatentCoreAttention
+from megatron.slipstream.integration.cpu.gathering_attention import GatheringCoreAttention
 from megatron.slipstream.integration.packed.batch_group import restores_group, uses_batch_group
 from megatron.slipstream.integration.seam.specs import replace_classes
 from megatron.slipstream.patches import table
