@@ -30,10 +30,12 @@ def main(folder: str, file: str) -> None:
     models.initialize()
     select, deselect, config = _engine()
     results: dict[str, Any] = {}
-    for kind in models.KINDS:
+    batches = dict.fromkeys(models.KINDS, models.rows) | {"packed": models.packs}
+    for name, batches_of in batches.items():
+        kind = "moe" if name == "packed" else name
         manager = select(config(**SETTINGS))
-        tensors = models.train(models.build(kind, models.MODULES[kind]))
-        results[kind] = tensors, repr(manager.plan).encode(), manager.report.d2h_bytes
+        tensors = models.train(models.build(kind, models.MODULES[kind]), batches=batches_of)
+        results[name] = tensors, repr(manager.plan).encode(), manager.report.d2h_bytes
         deselect()
     torch.save(results, file)
 

@@ -115,7 +115,9 @@ class Source:
         body = ast.parse(self.text).body
         imports = [s for s in body if isinstance(s, (ast.Import, ast.ImportFrom))]
         for node in imports:
-            if isinstance(node, ast.ImportFrom) and node.module == module:
+            # isort gives a name with another one a line of its own.
+            is_renamed = " as " in names
+            if isinstance(node, ast.ImportFrom) and node.module == module and not is_renamed:
                 there = {ast.unparse(alias) for alias in node.names} | {names}
                 self.replace(node, node, f"from {module} import {', '.join(sorted(there))}\n")
                 return

@@ -14,6 +14,7 @@ from tools.upstream.anchors import Edit
 from tools.upstream.fields import budget_edits, expert_edits, field_edits
 from tools.upstream.graph_edits import layer_graph_edits
 from tools.upstream.modules import ENGINE_FOLDERS, modules_in
+from tools.upstream.packed_edits import packed_edits
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,6 @@ COMMITS = (
         helpers=(
             "integration.cpu.cpu_only",
             "integration.cpu.cpu_modules",
-            "packed_sequences.batch",
             "patches.patching",
         ),
         tests=("integration/test_gradients.py", "integration/test_p2p_sync.py"),
@@ -115,6 +115,31 @@ COMMITS = (
         new=("select.py", "test_layer_graphs.py"),
     ),
     Commit(
+        "Packed sequences: whole documents side by side, in tensors of one shape",
+        "sequence_packing trains on documents instead of on rows that are cut out of their\n"
+        "concatenation. Attention sees one document, padding trains nothing, and micro-batches\n"
+        "have one shape, so the host reads no length from the device. 'balanced' gives the ranks\n"
+        "of a global batch equal work.",
+        name="packed",
+        edits=packed_edits,
+        modules=(
+            *modules_in("packed_sequences"),
+            *("integration.packed.packed_sequences", "options.packing"),
+        ),
+        new=("offloaded_models.py", "test_packed_sequences.py"),
+    ),
+    Commit(
+        "Sync-free experts: the host waits for no number of tokens",
+        "moe_sync_free_experts keeps the number of tokens of each expert on the device: dropless\n"
+        "experts on torch's grouped GEMM, with the losses, gradients and checkpoints of others.",
+        modules=(
+            *modules_in("experts"),
+            *("integration.experts.sync_free_experts", "options.experts"),
+        ),
+        new=("test_sync_free_experts.py",),
+        edits=expert_edits,
+    ),
+    Commit(
         "Planned offloading: recomputation and a memory budget",
         "activation_memory_budget chooses for each layer what it keeps, moves and recomputes, so\n"
         "that activations fit in the least time. Layers are changed between iterations, and the\n"
@@ -130,21 +155,10 @@ COMMITS = (
         edits=budget_edits,
         helpers=("integration.cpu.cpu_memory",),
     ),
-    Commit(
-        "Sync-free experts: the host waits for no number of tokens",
-        "moe_sync_free_experts keeps the number of tokens of each expert on the device: dropless\n"
-        "experts on torch's grouped GEMM, with the losses, gradients and checkpoints of others.",
-        modules=(
-            *modules_in("experts"),
-            *("integration.experts.sync_free_experts", "options.experts"),
-        ),
-        new=("test_sync_free_experts.py",),
-        edits=expert_edits,
-    ),
 )
 
 NOT_YET = (
-    "packed sequences",
+    "packed sequences in graphs of layers",
     "chunk graphs",
     "dynamic context parallelism",
 )

@@ -96,16 +96,16 @@ if self.activation_memory_budget is not None or self.offload_checkpoint_inputs:
 
 def field_edits(root: Path) -> list[Edit]:
     """Return the edits that add the fields and their checks."""
-    fields = _ENGINE_FIELD + "\n" + _fields(FIELDS)
+    fields = _ENGINE_FIELD + "\n" + fields_of(FIELDS)
     return [
-        Edit(CONFIG, _CLASS, _behind(_SWITCH, fields), "fields of the engine"),
+        Edit(CONFIG, _CLASS, behind(_SWITCH, fields), "fields of the engine"),
         Edit(CONFIG, _POST_INIT, at_end(_CHECK), "their checks, and the choice"),
     ]
 
 
 def budget_edits(root: Path) -> list[Edit]:
     """Return the edits that add the fields of recomputation and budget, and their checks."""
-    fields = _behind(FIELDS[-1], _fields(BUDGET_FIELDS))
+    fields = behind(FIELDS[-1], fields_of(BUDGET_FIELDS))
     return [
         Edit(CONFIG, _CLASS, fields, "fields of recomputation and the memory budget"),
         Edit(CONFIG, _POST_INIT, at_end(_BUDGET_CHECK), "the same without the engine is refused"),
@@ -114,7 +114,7 @@ def budget_edits(root: Path) -> list[Edit]:
 
 def expert_edits(root: Path) -> list[Edit]:
     """Return the edits of sync-free experts."""
-    fields = _behind("moe_permute_fusion", _fields(EXPERT_FIELDS))
+    fields = behind("moe_permute_fusion", fields_of(EXPERT_FIELDS))
     build = "self.submodules.experts"
     return [
         Edit(CONFIG, _CLASS, fields, "fields of sync-free experts"),
@@ -137,7 +137,7 @@ def expert_edits(root: Path) -> list[Edit]:
     ]
 
 
-def _behind(field: str, code: str) -> Change:
+def behind(field: str, code: str) -> Change:
     """Add fields behind another one, which the class must have."""
 
     def change(source: Source, name: str) -> None:
@@ -157,7 +157,7 @@ def _behind(field: str, code: str) -> Change:
     return change
 
 
-def _fields(names: Sequence[str]) -> str:
+def fields_of(names: Sequence[str]) -> str:
     """Return settings' fields and descriptions, from the classes that have them here."""
     text = source_of("options.fields").read_text()
     classes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))

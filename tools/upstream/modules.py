@@ -19,6 +19,8 @@ PACKAGE = "megatron.slipstream"
 PIPELINE = "megatron.core.pipeline_parallel"
 ENGINE = f"{PIPELINE}.offload_engine"
 EXPERTS = "megatron.core.transformer.moe.sync_free"
+PACKED = "megatron.core.datasets.packed"
+PACKED_TRAINING = "megatron.training.packed_sequences"
 TESTS = "tests/unit_tests/pipeline_parallel"
 SUPPORT = f"{TESTS}/offload_support"
 HEAD = (
@@ -31,6 +33,7 @@ FOLDERS = {
     **ENGINE_FOLDERS,
     "integration.budget": f"{ENGINE}.budget",
     "experts": EXPERTS,
+    "packed_sequences": PACKED,
 }
 """Packages that move as a whole, and their names there."""
 MODULES = {
@@ -40,6 +43,7 @@ MODULES = {
     "integration.layers.layer_boundaries": f"{ENGINE}.budget.layer_boundaries",
     "integration.layers.layer_parts": f"{ENGINE}.budget.layer_parts",
     "integration.layers.layer_settings": f"{ENGINE}.budget.layer_settings",
+    "integration.packed.packed_sequences": PACKED_TRAINING,
     "integration.seam.layer_classes": f"{ENGINE}.layer_classes",
     "integration.seam.gradients": f"{ENGINE}.gradients",
     "integration.seam.manager": f"{ENGINE}.manager",
@@ -54,6 +58,7 @@ MODULES = {
     "options.fields": f"{ENGINE}.options",
     "options.host_memory": f"{ENGINE}.host_memory",
     "options.model": f"{ENGINE}.graph_options",
+    "options.packing": "megatron.training.packing_rules",
     "options.preflight": f"{ENGINE}.process_facts",
     "options.rules": f"{ENGINE}.rules",
     "patches.d2h_by_kernel": "megatron.core.d2h_by_kernel",
@@ -72,7 +77,6 @@ TEST_MODULES = {
     "integration.cpu.cpu_memory": "cpu_memory",
     "integration.cpu.cpu_modules": "cpu_modules",
     "integration.cpu.cpu_only": "cpu_only",
-    "packed_sequences.batch": "packed_batch",
     "patches.patching": "patching",
 }
 """Modules that only tests need there: they lie beside the tests' helpers."""
@@ -93,11 +97,12 @@ KEEP = {
         *("moves_in_layer_graphs", "CHECKPOINTED_MODULES", "graphed_modules"),
         *("LAYER_GRAPH_RULES", "check_options_in_graphs"),
     },
+    "options.packing": {"check_corpora", "check_packing"},
     "options.preflight": {"check_graphs", "collect"},
     "options.rules": {
-        *("Condition", "Rule", "check_rules", "option_rule", "require", "value_rule", "warn_once"),
+        *("Condition", "Rule", "check_by", "check_rules", "option_rule", "require", "value_rule"),
+        "warn_once",
     },
-    "packed_sequences.batch": {"context_parallel_positions"},
     "patches.multihot_map": {"indices_to_multihot"},
     "patches.releases": {
         "is_since",
@@ -109,6 +114,10 @@ KEEP = {
 }
 """Of some modules only these definitions, with what they use."""
 DROP = {
+    "options.packing": {
+        *("PACKED_LAYER_RULES", "_LAYERS", "_captures_attention", "_captures_layers"),
+        "_unsupported_in_layers",
+    },
     "integration.experts.sync_free_experts": {"SyncFreeExpertsLayer", "with_sync_free_experts"},
     "fine_grained_activation_offload.report": {
         *("SCHEMA", "VERSION", "_File", "Report.to_json", "Report.from_json", "Report.save"),
@@ -117,6 +126,7 @@ DROP = {
 """Definitions that do not move: they read and write files of our tools."""
 INSTEAD = {
     "options.fields": {"_check_types": "check_types.py"},
+    "packed_sequences.dataset": {"watched": "watched.py", "_QUIET_S": ""},
     "patches.rotary_kernels": {"runs_triton": ""},
 }
 """Definitions that have another text there, and the file of ``new`` that holds it."""
@@ -141,9 +151,21 @@ REWORD = {
         ("    of_chunks = (graphs_of(_language_model(chunk).decoder) for chunk in chunks)\n", ""),
         (" or any(graphs and graphs.is_captured for graphs in of_chunks)", ""),
     ),
+    "integration.packed.packed_sequences": (
+        ("    table.apply(Feature.PADDED_ROUTING)\n", ""),
+        ("; see ``providers.datasets``", ""),
+    ),
     "integration.seam.manager": (
         ("1, build the model ", "1, or leave the modules that "),
         (f'"from {PACKAGE}.with_graph_offloading(spec), or leave the modules that "', ""),
+    ),
+    "options.packing": (
+        ("    *PACKED_LAYER_RULES,\n", ""),
+        (
+            '"set transformer_engine, or leave it out and set cuda_graph_granularity=chunk",\n'
+            '        ("none", "transformer_engine"),\n',
+            '"leave it out",\n        ("none",),\n',
+        ),
     ),
 }
 """Text that names what does not exist there."""

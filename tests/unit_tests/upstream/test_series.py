@@ -21,14 +21,40 @@ from tools.upstream.anchors import MovedError, Source, at_end, at_start, before_
 from tools.upstream.commits import COMMITS
 from tools.upstream.edits import IN_PLACE, key_of, version_of
 from tools.upstream.modules import NEW_TEXT, ROOT, SUPPORT, TESTS
+from tools.upstream.packed_edits import SCRIPTS
 from tools.upstream.series import TEST_PLACES, Made, git, make
 
 GUIDE = ROOT / "docs" / "design" / "upstream.md"
 FAST = (
     *("test_padded_routing.py", "test_config_fields.py", "test_bit_equality.py"),
-    "test_layer_graphs.py",
+    *("test_layer_graphs.py", "test_packed_sequences.py"),
     *("test_memory_budget.py", "test_sync_free_experts.py"),
 )
+SCRIPT = '''\
+"""Has the functions of a training script that are edited; the wheel lacks it."""
+
+from functools import partial
+
+from megatron.training import get_args
+
+
+def loss_func(loss_mask, output_tensor, model=None):
+    return (output_tensor * loss_mask).sum()
+
+
+def forward_step(data_iterator, model):
+    """It has a description."""
+    return model(next(data_iterator)), partial(loss_func, None, model=model)
+
+
+def core_gpt_dataset_config_from_args(args):
+    return args.seq_length
+
+
+def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None):
+    config = core_gpt_dataset_config_from_args(get_args())
+    return config, train_val_test_num_samples
+'''
 WITHOUT_PLUGIN = (
     "import sys; sys.modules['megatron.slipstream'] = None; import pytest; "
     "sys.exit(pytest.main(sys.argv[1:]))"
@@ -46,6 +72,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     installed = Path(spec.origin).parents[1]
     for part in ("core", "training"):
         shutil.copytree(installed / part, root / "megatron" / part, ignore=ignored)
+    for script in SCRIPTS:
+        (root / script).write_text(SCRIPT)
     # Packages there, which the wheel lacks.
     for folder in ("tests", "tests/unit_tests", TESTS, *TEST_PLACES.values()):
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -111,7 +139,7 @@ def test_losses_gradients_and_plans_are_those_of_the_plugin(
     ]
     assert [process.wait(300) for process in started] == [0, 0]
     plugin, tree = map(torch.load, runs)
-    assert list(plugin) == list(tree) == ["dense", "moe", "hybrid"]
+    assert list(plugin) == list(tree) == ["dense", "moe", "hybrid", "packed"]
     for kind, (tensors, plan, moved) in plugin.items():
         assert all(map(torch.equal, tensors, tree[kind][0]))
         assert plan == tree[kind][1]
@@ -120,7 +148,7 @@ def test_losses_gradients_and_plans_are_those_of_the_plugin(
 
 def test_the_page_lists_each_edit_with_its_size(checkout: Path, series: list[Made]) -> None:
     assert version_of(checkout) in GUIDE.read_text()
-    found = re.findall(r"^\| (\d) \| `([^`]+)` \| `([^`]+)` \| (\d+) \|", GUIDE.read_text(), re.M)
+    found = re.findall(r"^\| (\d+) \| `([^`]+)` \| `([^`]+)` \| (\d+) \|", GUIDE.read_text(), re.M)
     made = [
         (str(number), path.removeprefix("megatron/core/"), name, str(lines))
         for number, one in enumerate(series, 1)

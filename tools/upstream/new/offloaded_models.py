@@ -118,8 +118,63 @@ def _config(kind: str, modules: Sequence[str], has_gpu: bool, options: dict[str,
     return TransformerConfig(**(given | options))
 
 
+Batches = Callable[[int], Iterator[dict[str, Any]]]
+"""Makes the micro-batches of an iteration, each when the model takes it: arguments of the model by
+name, and ``loss_mask`` where some labels do not count."""
+
+
+def rows(step: int) -> Iterator[dict[str, Any]]:
+    """Make micro-batches of two rows of random tokens."""
+    draw = torch.Generator().manual_seed(step)
+    for _ in range(NUM_MICRO_BATCHES):
+        tokens = torch.randint(VOCAB_SIZE, (2, SEQ_LENGTH), generator=draw)
+        mask = torch.ones((1, 1, SEQ_LENGTH, SEQ_LENGTH), dtype=torch.bool).triu(1)
+        yield {
+            "input_ids": tokens,
+            "position_ids": torch.arange(SEQ_LENGTH).expand_as(tokens),
+            "attention_mask": mask,
+            "labels": tokens.roll(-1, dims=1),
+        }
+
+
+def packs(step: int) -> Iterator[dict[str, Any]]:  # since packed
+    """Make micro-batches of random documents, the second with padding behind each."""
+    import numpy as np
+
+    from megatron.slipstream.packed_sequences.packing import PackLimits
+
+    draw = np.random.RandomState(step)
+    for number in range(NUM_MICRO_BATCHES):
+        lengths = draw.randint(1, SEQ_LENGTH, 3)
+        texts = [draw.randint(1, VOCAB_SIZE, length + 1) for length in lengths]
+        yield pack(texts, PackLimits(3 * SEQ_LENGTH, 4, alignment=1 + 3 * number))
+
+
+def pack(texts: Sequence[Any], limits: Any, padding: int = 0) -> dict[str, Any]:  # since packed
+    """Return a micro-batch of these documents, and what token its padding is."""
+    from megatron.slipstream.integration.packed.packed_sequences import packed_seq_params
+    from megatron.slipstream.packed_sequences.batch import packed_sample
+
+    sample = {name: part.unsqueeze(0) for name, part in packed_sample(texts, limits).items()}
+    for name in ("tokens", "labels"):
+        sample[name][sample["padding_mask"]] = padding
+    offsets = (sample["cu_seqlens"][0], sample["cu_seqlens_padded"][0])
+    return {
+        "input_ids": sample["tokens"],
+        "position_ids": sample["position_ids"],
+        "attention_mask": None,
+        "labels": sample["labels"],
+        "loss_mask": sample["loss_mask"],
+        "padding_mask": sample["padding_mask"],
+        "packed_seq_params": packed_seq_params(*offsets, limits.max_tokens),
+    }
+
+
 def train(
-    model: Any, num_steps: int = NUM_STEPS, before: Callable[[int], None] = lambda step: None
+    model: Any,
+    num_steps: int = NUM_STEPS,
+    before: Callable[[int], None] = lambda step: None,
+    batches: Batches = rows,
 ) -> list[torch.Tensor]:
     """Return the losses and gradients of some iterations; weights do not change.
 
@@ -129,41 +184,39 @@ def train(
         model: The model.
         num_steps: Number of iterations.
         before: Called before each iteration with its number.
+        batches: Returns the micro-batches of an iteration.
     """
     results = []
     for step in range(num_steps):
         before(step)
         model.zero_grad(set_to_none=True)
-        found = _run(model, step)
+        found = _run(model, batches(step))
         found += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         results += [torch.from_numpy(tensor.float().cpu().numpy().copy()) for tensor in found]
     return results
 
 
-def _run(model: Any, step: int) -> list[torch.Tensor]:
+def _run(model: Any, batches: Iterator[dict[str, Any]]) -> list[torch.Tensor]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def forward_step(data: Iterator[torch.Tensor], chunk: Any) -> Any:
-        tokens = next(data)
-        places = torch.arange(SEQ_LENGTH, device=tokens.device).expand_as(tokens)
-        shape = (1, 1, SEQ_LENGTH, SEQ_LENGTH)
-        mask = torch.ones(shape, dtype=torch.bool, device=tokens.device).triu(1)
-        output = chunk(tokens, places, mask, labels=tokens.roll(-1, dims=1))
+    device = next(model.parameters()).device
+
+    def forward_step(data: Iterator[dict[str, Any]], chunk: Any) -> Any:
+        batch = next(data)
+        batch = {n: v.to(device) if torch.is_tensor(v) else v for n, v in batch.items()}
+        counts = batch.pop("loss_mask", None)
+        output = chunk(**batch)
 
         def loss(losses: torch.Tensor) -> Any:
-            total = losses.float().mean()
+            losses = losses.float()
+            total = losses.mean() if counts is None else (losses * counts).sum() / counts.sum()
             return total, {"loss": total.detach().clone()}
 
         return output, loss
 
-    draw = torch.Generator().manual_seed(step)
-    batches = [
-        torch.randint(VOCAB_SIZE, (2, SEQ_LENGTH), generator=draw) for _ in range(NUM_MICRO_BATCHES)
-    ]
-    device = next(model.parameters()).device
     found = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter([batch.to(device) for batch in batches]),
+        data_iterator=batches,
         model=model,
         num_microbatches=NUM_MICRO_BATCHES,
         seq_length=SEQ_LENGTH,
