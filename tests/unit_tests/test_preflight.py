@@ -120,15 +120,23 @@ def test_a_switch_is_called_late_only_if_it_is_set(
 
 
 @pytest.mark.parametrize(
-    "te, wrong",
-    [("2.14.0", []), ("2.20.2", []), ("2.13.1", ["transformer_engine 2.13.1"]), (None, [])],
+    "te, is_packed, is_wrong",
+    [
+        ("2.14.0", False, False),
+        ("2.20.2", False, False),
+        ("2.13.1", False, True),
+        (None, False, False),
+        ("2.17.9", True, True),
+        ("2.18.0", True, False),
+    ],
 )
-def test_graphs_need_newer_versions(te: str | None, wrong: list[str]) -> None:
+def test_graphs_need_newer_versions(te: str | None, is_packed: bool, is_wrong: bool) -> None:
     facts = ProcessFacts("3.12", None, None, te, None, True, "1", None)
-    findings = check_graphs(facts)
-    assert [finding.severity for finding in findings] == ["error"] * len(wrong)
-    for finding, version in zip(findings, wrong, strict=True):
-        assert version in finding.message
+    findings = check_graphs(facts, is_packed)
+    assert [finding.severity for finding in findings] == ["error"] * is_wrong
+    for finding in findings:
+        assert f"transformer_engine {te}" in finding.message
+        assert ("with packed sequences" in finding.message) == is_packed
         assert "cuda_graph_impl='transformer_engine' is not supported" in finding.message
         assert finding.cure.startswith("install")
 

@@ -12,8 +12,8 @@ from megatron.slipstream.options.rules import (
     Condition,
     Finding,
     Rule,
-    check_by,
     check_rules,
+    finding_of,
     option_rule,
 )
 
@@ -124,23 +124,14 @@ def check_dynamic_context_parallel(options: Any) -> list[Finding]:
     findings = check_rules(DYNAMIC_RULES, facts)
     if findings or not (_is_on(facts) and facts.data_parallel_size):
         return findings
-    findings = check_by(lambda: rank_limits(facts), "max_dynamic_context_parallel_size")
-    return findings or [*_check_positions(facts), *_check_sizes(facts)]
-
-
-def _check_sizes(facts: Any) -> list[Finding]:
-    limits = rank_limits(facts)
-    # A largest size of 1 is the user's choice.
-    if limits.largest > 1 or facts.max_dynamic_context_parallel_size is not None:
-        return []
-    return [ONE_SIZE.found(num_ranks=limits.num_ranks, longest=limits.tokens_per_rank)]
-
-
-def _check_positions(facts: Any) -> list[Finding]:
-    if facts.position_embedding_type != "learned_absolute":
-        return []
-    limits, given = rank_limits(facts), facts.max_position_embeddings
-    longest = limits.largest * limits.tokens_per_rank
-    if given >= longest:
-        return []
-    return [POSITIONS.found(given=given, largest=limits.largest, longest=longest)]
+    try:
+        limits = rank_limits(facts)
+    except ValueError as error:
+        return [finding_of(error, "max_dynamic_context_parallel_size")]
+    longest, given = limits.largest * limits.tokens_per_rank, facts.max_position_embeddings
+    if facts.position_embedding_type == "learned_absolute" and given < longest:
+        findings.append(POSITIONS.found(given=given, largest=limits.largest, longest=longest))
+    # A largest size of 1 may be the user's choice.
+    if limits.largest == 1 and facts.max_dynamic_context_parallel_size is None:
+        findings.append(ONE_SIZE.found(num_ranks=limits.num_ranks, longest=longest))
+    return findings

@@ -121,25 +121,14 @@ def check_switch(facts: ProcessFacts) -> list[Finding]:
     return [TE_SWITCH_OFF.found(value=" (not set)" if value is None else f"={value}", late=late)]
 
 
-def check_graphs(facts: ProcessFacts) -> list[Finding]:
-    """Check package versions for moving activations inside Transformer Engine's CUDA graphs.
+def check_graphs(facts: ProcessFacts, is_packed: bool = False) -> list[Finding]:
+    """Check package versions for Transformer Engine's CUDA graphs.
 
     Args:
         facts: From :func:`collect`.
+        is_packed: Whether sequences are packed in them; else, activations move in them.
     """
-    return _too_old(TOO_OLD_FOR_GRAPHS, facts, "2.14")
-
-
-def check_packed_graphs(facts: ProcessFacts) -> list[Finding]:
-    """Check package versions for packed sequences inside Transformer Engine's CUDA graphs.
-
-    Args:
-        facts: From :func:`collect`.
-    """
-    return _too_old(TOO_OLD_FOR_PACKS, facts, "2.18")
-
-
-def _too_old(rule: Rule, facts: ProcessFacts, needed: str) -> list[Finding]:
+    rule, needed = (TOO_OLD_FOR_PACKS, "2.18") if is_packed else (TOO_OLD_FOR_GRAPHS, "2.14")
     found = facts.transformer_engine
     if found is None or Version(found) >= Version(needed):
         return []

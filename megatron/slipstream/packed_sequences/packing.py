@@ -212,7 +212,7 @@ def _level(batch: Sequence[Pack], limits: PackLimits) -> list[Pack]:
     for part in _PARTS_FOR_COST:
         spread = _spread(pieces, len(batch), limits, int(len(pieces) * part))
         if spread is not None:
-            bins = min(spread, bins, key=_highest)
+            bins = min(spread, bins, key=lambda some: max(item.work for item in some))
             break
     for _ in range(4 * len(bins)):
         heavy = max(bins, key=lambda item: item.work)
@@ -220,10 +220,6 @@ def _level(batch: Sequence[Pack], limits: PackLimits) -> list[Pack]:
         if not any(_exchange(heavy, light) for light in cheapest if light is not heavy):
             break
     return [item.pieces for item in bins]
-
-
-def _highest(bins: Iterable[Bin]) -> int:
-    return max(item.work for item in bins)
 
 
 def _spread(

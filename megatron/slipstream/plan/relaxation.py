@@ -167,9 +167,6 @@ class Relaxation:
         self._excess_bytes = int(self._excess_bytes * factor)
         self._is_scaled, self.predicted = True, None
 
-    def _note_excess(self, nbytes: int) -> None:
-        self._excess_bytes = max(self._excess_bytes, nbytes)
-
     def numbers(self) -> list[float]:
         """Return all measurements as numbers of which the largest of several ranks is safe."""
         own = (self._frugal_bytes, self._activation_bytes, self._excess_bytes)
@@ -190,7 +187,7 @@ class Relaxation:
         self._check(limits)
         if self.predicted is not None:
             known = self.predicted.peak_bytes - limits.resident_bytes
-            self._note_excess(self._activation_bytes - known)
+            self._excess_bytes = max(self._excess_bytes, self._activation_bytes - known)
         if self.stage is Stage.RECORDED:
             self.stage = Stage.TIMED
             return self.assignment

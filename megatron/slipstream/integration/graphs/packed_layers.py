@@ -128,7 +128,7 @@ class PackedLayers:
             RuntimeError: The capture failed on another rank.
             ValueError: Transformer Engine is too old.
         """
-        require(preflight.check_packed_graphs(preflight.collect()))
+        require(preflight.check_graphs(preflight.collect(), is_packed=True))
         config = helper.config
         tracker = get_cuda_rng_tracker()
         start = helper._start_capturing()
