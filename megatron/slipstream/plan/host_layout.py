@@ -187,6 +187,9 @@ class HostLedger:
         self._free = FreeRanges()
         for nbytes in slabs:
             self._free.add_slab(nbytes)
+        self._freed: list[tuple[HostBuffer, int]] = []
+        """Buffers to free before the next allocation. Often none follows: forward allocates, and
+        backward frees."""
         self.in_use_bytes = 0
         """Bytes of the buffers currently in use."""
 
@@ -196,6 +199,9 @@ class HostLedger:
         Raises:
             MemoryError: No free range is long enough.
         """
+        for buffer, storage in self._freed:
+            self._free.put(buffer.slab, buffer.start, buffer.stop, (storage,))
+        self._freed.clear()
         span = self._free.take(size_class_bytes(nbytes))
         if span is None:
             raise MemoryError(f"no slab has {nbytes} contiguous free bytes")
@@ -206,7 +212,7 @@ class HostLedger:
     def free(self, buffer: HostBuffer, storage: int) -> None:
         """Free the buffer of ``storage``, whose H2D copy has been issued."""
         self.in_use_bytes -= buffer.stop - buffer.start
-        self._free.put(buffer.slab, buffer.start, buffer.stop, (storage,))
+        self._freed.append((buffer, storage))
 
 
 class HostRequest(NamedTuple):

@@ -140,7 +140,7 @@ class GroupSearch:
         self._max_steps, self._most_ms = max_steps, most_ms
         peak_bytes, lower_ms = self._reachable(target_bytes)
         goal_ms = lower_ms * (1 + NEAR) + MIN_STALL_MS
-        best = min(self._candidates(peak_bytes, goal_ms), key=_by_stall(peak_bytes))
+        best = min(self._candidates(peak_bytes, goal_ms, best_only=True), key=_by_stall(peak_bytes))
         if self._is_large or not max_steps:
             return best
         return self._improved(best, peak_bytes, goal_ms)
@@ -207,17 +207,28 @@ class GroupSearch:
                 return choice
         return None
 
-    def _candidates(self, peak_bytes: float, goal_ms: float) -> Iterator[Choice]:
-        """Yield sets for a peak until one meets the goal, starting at the last good reserve."""
-        seen = set()
+    def _candidates(
+        self, peak_bytes: float, goal_ms: float, best_only: bool = False
+    ) -> Iterator[Choice]:
+        """Yield sets for a peak until one meets the goal, starting at the last good reserve.
+
+        Args:
+            peak_bytes: The peak to reach.
+            goal_ms: The stall time to reach.
+            best_only: Whether a set is of no use if one before it reaches the peak with less stall.
+        """
+        seen, most_ms = set(), self._most_ms
         order = sorted(range(len(RESERVES)), key=lambda place: abs(place - self._good_reserve))
         for place in order:
             moving = self._needed_for(peak_bytes, RESERVES[place])
             if moving in seen:
                 continue
             seen.add(moving)
-            choice = self._choice(moving, peak_bytes)
-            is_good = choice.timing.stall_ms <= goal_ms and choice.timing.peak_bytes <= peak_bytes
+            choice = self._choice(moving, peak_bytes, most_ms)
+            reaches = choice.timing.peak_bytes <= peak_bytes
+            is_good = reaches and choice.timing.stall_ms <= goal_ms
+            if reaches and best_only:
+                most_ms = min(most_ms, choice.timing.stall_ms)
             if is_good:
                 self._good_reserve = place
             yield choice
@@ -264,8 +275,19 @@ class GroupSearch:
         for change in self._changes():
             if best.timing.stall_ms <= goal_ms:
                 break
-            best = min(best, self._choice(self._changed(best, change), peak_bytes), key=key)
+            moving = self._changed(best, change)
+            most_ms = self._most_ms
+            if best.timing.peak_bytes <= peak_bytes:
+                if not self._can_reach(moving, peak_bytes):
+                    continue
+                most_ms = best.timing.stall_ms
+            best = min(best, self._choice(moving, peak_bytes, most_ms), key=key)
         return best
+
+    def _can_reach(self, moving: frozenset[GroupKey], peak_bytes: float) -> bool:
+        """Return whether any schedule of these groups has a device peak of at most this."""
+        present = self._model.present_bytes - self._model.most_absent_bytes(moving)
+        return float(present.max(initial=0.0)) <= peak_bytes
 
     def _without_superfluous(self, best: Choice, peak_bytes: float) -> Choice:
         """Drop groups, largest first, whose move helps neither the peak nor the time."""
@@ -274,7 +296,10 @@ class GroupSearch:
         largest_first = sorted(self._jobs, key=lambda job: -job.out_bytes)
         for job in itertools.islice(largest_first, most):
             if job.key in best.moving:
-                fewer = self._choice(best.moving - {job.key}, peak_bytes)
+                moving = best.moving - {job.key}
+                if not self._can_reach(moving, limit_bytes):
+                    continue
+                fewer = self._choice(moving, peak_bytes, best.timing.stall_ms)
                 if fewer.timing.peak_bytes <= limit_bytes and fewer.stall_ms <= best.stall_ms:
                     best = fewer
         return best
@@ -333,8 +358,10 @@ class GroupSearch:
                     return lean
         return choice
 
-    def _choice(self, moving: frozenset[GroupKey], limit_bytes: float) -> Choice:
-        found = moving, limit_bytes, self._most_ms
+    def _choice(
+        self, moving: frozenset[GroupKey], limit_bytes: float, most_ms: float = math.inf
+    ) -> Choice:
+        found = moving, limit_bytes, min(most_ms, self._most_ms)
         if found not in self._timings:
             self._timings[found] = arrange(self._model, *found)
         return Choice(moving, self._timings[found])

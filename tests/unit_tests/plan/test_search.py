@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ from megatron.slipstream.estimate.training_setup import usable_modules
 from megatron.slipstream.fine_grained_activation_offload import cost_trial
 from megatron.slipstream.plan import search
 from megatron.slipstream.plan.actions import Plan
-from megatron.slipstream.plan.arrange import arrange
+from megatron.slipstream.plan.arrange import Timing, arrange
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import (
     BACKWARD_FOLLOWS,
@@ -788,6 +789,40 @@ def test_where_there_are_few_groups_every_set_of_them_is_tried(seed: int) -> Non
     best_ms = min(timing.stall_ms for timing in timings if timing.peak_bytes <= target)
     assert choice.timing.peak_bytes <= target
     assert choice.timing.stall_ms == pytest.approx(best_ms, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed, share", [(1, 0.6), (2, 0.5)])
+def test_sets_that_lose_for_certain_are_not_timed_to_the_end(
+    seed: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those that cannot reach the peak, or that wait for longer than the best so far."""
+    model = IterationModel(passes_of_layers(seed))
+    movable = model.fitting_groups([group.key for group in model.trace.groups])
+    target = share * float(model.present_bytes.max())
+    can_reach: list[bool] = []
+    is_given_up: list[bool] = []
+
+    def timed_set(model: IterationModel, moving: Any, limit: float, most_ms: float) -> Timing:
+        timing = arrange(model, moving, limit, most_ms)
+        present = model.present_bytes - model.most_absent_bytes(moving)
+        can_reach.append(present.max() <= target)
+        is_given_up.append(math.isinf(timing.peak_bytes))
+        return timing
+
+    search_it = GroupSearch(model, movable)
+    monkeypatch.setattr(search, "arrange", timed_set)
+    choice, _ = search_it.for_memory(target)
+    assert choice.timing.peak_bytes <= target
+    assert any(is_given_up)
+    assert can_reach.count(False) < 0.2 * len(can_reach)
+    # All that is tried, timed to its end, gives the same.
+    num_timed = len(can_reach)
+    monkeypatch.setattr(GroupSearch, "_can_reach", lambda *_: True)
+    monkeypatch.setattr(search, "arrange", lambda *given: timed_set(*given[:3], math.inf))
+    monkeypatch.setattr(search_it, "_timings", {})
+    assert search_it.for_memory(target)[0].moving == choice.moving
+    assert len(can_reach) > 2 * num_timed
+    assert not any(is_given_up[num_timed:])
 
 
 def deepseek_v3(rank: int, num_micro_batches: int) -> Trace:
