@@ -297,7 +297,7 @@ def test_questions_and_ways_name_modules_and_what_they_define() -> None:
     assert len(answers) >= 10
     section = page.partition("## The way of the data")[2].partition("\n## ")[0]
     ways = re.findall(r"^\d+\. (.*(?:\n  .*)*)", section, re.M)
-    assert len(ways) == 10 + 7
+    assert len(ways) == 10 + 8
     answers += ways
     package = ROOT / "megatron" / "slipstream"
     engine = package / "fine_grained_activation_offload"
