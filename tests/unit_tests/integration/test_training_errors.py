@@ -423,6 +423,7 @@ def test_a_gpu_run_asks_apex_for_its_fused_weight_gradient_only_if_it_is_there(
         (["--use-torch-fsdp2"], None, None),
         (["--use-megatron-fsdp=true"], None, None),
         (["--overlap-moe-expert-parallel-comm"], "32", "32"),
+        (["--pipeline-model-parallel-comm-backend", "ucc"], None, None),
     ],
 )
 def test_training_has_one_device_queue_unless_told_otherwise(

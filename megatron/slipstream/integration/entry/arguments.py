@@ -57,7 +57,10 @@ _APEX_FUSED_WEIGHT_GRADIENT = "fused_weight_gradient_mlp_cuda"
 """The extension module of Apex that megatron's gradient_accumulation_fusion calls."""
 
 _SEVERAL_QUEUES = frozenset(
-    {"--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm"}
+    (
+        *("--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm"),
+        "--pipeline-model-parallel-comm-backend",  # 'ucc'
+    )
 )
 """Flags whose communication must not wait for kernels of the same queue."""
 
@@ -174,7 +177,8 @@ def use_one_device_queue(argv: Sequence[str]) -> None:
     """Set ``CUDA_DEVICE_MAX_CONNECTIONS`` to 1 if it is not set. Call before CUDA starts.
 
     Streams that wait then slow no copies down (docs/design/overhead.md, "One queue"), and megatron
-    requires it for tensor and context parallelism up to Hopper.
+    requires it for tensor and context parallelism up to Hopper. On later GPUs megatron accepts it;
+    which GPU it is cannot be asked before CUDA starts.
 
     Args:
         argv: The flags. Those of :data:`_SEVERAL_QUEUES` need more than one queue.
