@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, Optional
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from megatron.slipstream.fine_grained_activation_offload.graph_capture import ON
 from megatron.slipstream.graphs.bank import CpSizes
 from megatron.slipstream.graphs.capture import Tail
 from megatron.slipstream.graphs.slots import SlotMemories, SlotMemory
+from megatron.slipstream.integration.graphs.layer_copies import offload_layers
 from megatron.slipstream.integration.graphs.layers import GraphedMixin
 from megatron.slipstream.integration.graphs.packed_layers import PackedLayers
 
@@ -262,3 +264,24 @@ def test_the_mask_of_a_replay_is_not_the_next_passs(fails: bool) -> None:
     layer._forward_mlp(torch.ones(8, 1, 4))  # an evaluation, without a graph
     assert layer.masks[0] is given["padding_mask"]
     assert layer.masks[1:] == [None]
+
+
+def test_a_layer_that_leaves_the_engine_keeps_graphs_of_no_size() -> None:
+    """They copy to host memory that the engine has freed."""
+    layer, made = new_layer(), []
+    layer.graph_copies = None
+    packed = layer.packed = captured(layer)
+
+    def make_graphs(*_: Any, **__: Any) -> Any:
+        made.append(MagicMock())
+        return made[-1:]
+
+    packed.begin_capture([layer], packed.sets)
+    for size in (2, 4):
+        packed.capture_size(size, make_graphs)
+    packed.end_capture()
+    for undo in offload_layers([layer], 0, MagicMock()):
+        undo()
+    assert [graph.reset.call_count for graph in made] == [1, 1]
+    assert layer.cuda_graphs == []
+    assert not packed.is_captured

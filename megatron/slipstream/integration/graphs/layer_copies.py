@@ -149,7 +149,11 @@ def _disable_offload(marks: Mapping[str, Any], layer: Any) -> None:
 
 
 def _leave_engine(layer: Any) -> None:
-    delete_graphs([layer])  # They copy to host memory of the engine.
+    # They copy to host memory of the engine. Those of other sizes are not the layer's now.
+    packed = getattr(layer, "packed", None)
+    if packed is not None:
+        packed.hand_over_graphs()
+    delete_graphs([layer])
     if layer.graph_copies is not None:
         layer.graph_copies.find_engine = None
 
