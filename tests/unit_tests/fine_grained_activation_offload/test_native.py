@@ -130,6 +130,11 @@ PROGRAMS: dict[str, Program] = {
         ("accumulation", 50),
     ]
     * 2,
+    # The first pass has its marks by then.
+    "departures at a second pass": [
+        *[("one micro-batch", 7)] * 2,
+        *[("all forward, all backward", 7)] * 2,
+    ],
     "in turn": [("1F1B first of four", 7), ("1F1B first of two", 7)] * 3,
 }
 
@@ -296,6 +301,41 @@ def test_both_issue_the_same_operations_at_marks_of_no_group(name: str) -> None:
     assert log_of(True, PROGRAMS[name], headed_chunks) == log
 
 
+class HoldingChunk(MarkedChunk):
+    """Each group saves two storages that move, of which something else may hold the first."""
+
+    holds = False
+    held: list[torch.Tensor]
+
+    def layers_only(self, x: torch.Tensor, manager: PipelineOffloadManager | None) -> torch.Tensor:
+        assert manager is not None
+        self.held = []
+        for layer in self.layers:
+            x = torch.sigmoid(x)
+            manager.start_on(x, "group")
+            with manager:
+                x = layer(x)
+                if self.holds:
+                    self.held.append(x)
+                x = torch.sin(torch.tanh(torch.sin(x)))
+            x = manager.end_on(x, "group")
+        return x
+
+
+def test_both_issue_the_same_operations_where_something_else_holds_memory() -> None:
+    """Python does what the plan has at such a mark, C++ the rest."""
+    logs = []
+    for is_native in (False, True):
+        backend = Log()
+        engine = OffloadEngine(backend, PolicyOptions(), is_native=is_native)
+        manager, chunk = PipelineOffloadManager(engine), HoldingChunk()
+        for number in range(6):
+            chunk.holds = number == 4
+            run_schedule([chunk], SCHEDULES["accumulation"], manager)  # type: ignore[list-item]
+        logs.append(backend.entries)
+    assert logs[0] == logs[1]
+
+
 @pytest.mark.usefixtures("acts_between_groups")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_right_with_marks_of_no_group_in_cpp(name: str) -> None:
@@ -379,6 +419,71 @@ def test_gradients_mark_once_and_only_in_their_iteration() -> None:
     assert manager.engine.now.num_steps == num_steps
     running.sum().backward()
     manager.reset()
+
+
+def test_a_gradient_of_an_earlier_iteration_is_no_mark_of_the_running_one() -> None:
+    """Where the next step of its plan is the same mark of a pass with the same number."""
+    manager, (chunk,) = make_manager(LAZY_NATIVE), headed_chunks()
+    x = torch.randn(7, WIDTH, requires_grad=True)
+    for number in range(6):
+        late = chunk(x, manager)
+        is_late_in_cpp = manager.engine.now.native is not None
+        manager.reset()
+        running = chunk(x, manager)
+        if number == 5:
+            assert is_late_in_cpp
+            assert manager.engine.now.native is not None
+            num_steps = manager.engine.now.num_steps
+            late.sum().backward()
+            assert manager.engine.now.num_steps == num_steps
+        running.sum().backward()
+        manager.reset()
+
+
+def test_marks_outside_of_passes_are_none() -> None:
+    manager, (chunk,) = make_manager(LAZY_NATIVE), marked_chunks()
+    for _ in range(4):
+        assert is_right(manager, SCHEDULES["accumulation"], [chunk])
+    x = torch.randn(7, WIDTH, requires_grad=True)
+    output = chunk(x, manager)
+    assert manager.engine.now.native is not None
+    num_steps = manager.engine.now.num_steps
+    with torch.no_grad():
+        manager.init_model_chunk_offload_handler(0, None, 0, 1)
+    chunk.layers_only(x, manager)
+    assert manager.engine.now.num_steps == num_steps
+    output.sum().backward()
+    manager.reset()
+
+
+@pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
+def test_tensors_that_nodes_give_up_are_announced(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, given_up = make_manager(backend), []
+    give_up = manager.store.give_up
+
+    def note(group: Any, tensors: Sequence[torch.Tensor]) -> None:
+        given_up.append([tensor is x for tensor in tensors])
+        give_up(group, tensors)
+
+    monkeypatch.setattr(manager.store, "give_up", note)
+    for _ in range(4):
+        manager.init_model_chunk_offload_handler(0, None, 0, 1)
+        manager.engine.run_in_nodes()
+        x = torch.randn(7, WIDTH, requires_grad=True) * 2
+        for _ in range(3):
+            manager.start_on(x, "mlp_norm")
+            with manager:
+                y = torch.sin(x)
+            x = manager.end_on(y, "mlp_norm", given_up=[x]) * 2
+        is_in_cpp = manager.engine.now.native is not None
+        x.sum().backward()
+        manager.reset()
+    assert is_in_cpp is manager.store.is_native
+    num_moved = sum(group.moves for group in manager.plan.groups)  # type: ignore[union-attr]
+    assert given_up == [[True]] * (3 + 3 * num_moved)
+    assert num_moved > 0
 
 
 def test_a_gradient_of_a_leaf_is_marked_in_python() -> None:
