@@ -14,7 +14,7 @@ from tools.upstream.anchors import Edit
 from tools.upstream.fields import budget_edits, expert_edits, field_edits
 from tools.upstream.graph_edits import layer_graph_edits
 from tools.upstream.modules import ENGINE_FOLDERS, modules_in
-from tools.upstream.packed_edits import packed_edits
+from tools.upstream.packed_edits import dynamic_edits, packed_edits
 
 
 @dataclass(frozen=True)
@@ -155,11 +155,24 @@ COMMITS = (
         edits=budget_edits,
         helpers=("integration.cpu.cpu_memory",),
     ),
+    Commit(
+        "Dynamic context parallelism: each micro-batch of packed sequences has a size of its own",
+        "dynamic_context_parallel divides a long document among as many ranks as it needs, beside\n"
+        "short ones that stay on one. Attention takes the group from the micro-batch, in rotary\n"
+        "embeddings too, and in backward when it is recomputed.",
+        name="dynamic",
+        edits=dynamic_edits,
+        modules=(
+            *modules_in("context_parallel"),
+            *("integration.packed.batch_group", "integration.packed.context_parallel_groups"),
+            *("integration.packed.dynamic_batches", "options.context_parallel"),
+        ),
+        new=("test_dynamic_context_parallel.py",),
+    ),
 )
 
 NOT_YET = (
     "packed sequences in graphs of layers",
     "chunk graphs",
-    "dynamic context parallelism",
 )
 """Commits that would follow."""

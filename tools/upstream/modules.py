@@ -21,6 +21,7 @@ ENGINE = f"{PIPELINE}.offload_engine"
 EXPERTS = "megatron.core.transformer.moe.sync_free"
 PACKED = "megatron.core.datasets.packed"
 PACKED_TRAINING = "megatron.training.packed_sequences"
+DYNAMIC_TRAINING = "megatron.training.dynamic_context_parallel"
 TESTS = "tests/unit_tests/pipeline_parallel"
 SUPPORT = f"{TESTS}/offload_support"
 HEAD = (
@@ -34,6 +35,7 @@ FOLDERS = {
     "integration.budget": f"{ENGINE}.budget",
     "experts": EXPERTS,
     "packed_sequences": PACKED,
+    "context_parallel": "megatron.core.datasets.dynamic_context_parallel",
 }
 """Packages that move as a whole, and their names there."""
 MODULES = {
@@ -43,6 +45,9 @@ MODULES = {
     "integration.layers.layer_boundaries": f"{ENGINE}.budget.layer_boundaries",
     "integration.layers.layer_parts": f"{ENGINE}.budget.layer_parts",
     "integration.layers.layer_settings": f"{ENGINE}.budget.layer_settings",
+    "integration.packed.batch_group": "megatron.core.transformer.batch_group",
+    "integration.packed.context_parallel_groups": "megatron.core.context_parallel_groups",
+    "integration.packed.dynamic_batches": DYNAMIC_TRAINING,
     "integration.packed.packed_sequences": PACKED_TRAINING,
     "integration.seam.layer_classes": f"{ENGINE}.layer_classes",
     "integration.seam.gradients": f"{ENGINE}.gradients",
@@ -52,6 +57,7 @@ MODULES = {
     "integration.seam.compat": f"{ENGINE}.pass_arguments",
     "launcher": f"{ENGINE}.launcher",
     "options.budget": f"{ENGINE}.budget.budget_rules",
+    "options.context_parallel": "megatron.training.context_parallel_rules",
     "options.engine": f"{ENGINE}.option_rules",
     "options.experts": f"{EXPERTS}.option_rules",
     "options.facts": f"{ENGINE}.facts",
@@ -77,6 +83,7 @@ TEST_MODULES = {
     "integration.cpu.cpu_memory": "cpu_memory",
     "integration.cpu.cpu_modules": "cpu_modules",
     "integration.cpu.cpu_only": "cpu_only",
+    "integration.cpu.gathering_attention": "gathering_attention",
     "patches.patching": "patching",
 }
 """Modules that only tests need there: they lie beside the tests' helpers."""
@@ -135,8 +142,13 @@ REWORD = {
         (f":mod:`{PACKAGE}.patches` do that; this", "Patches do that; this"),
     ),
     "integration.budget.stage_ranks": (
-        ("        if isinstance(module, DynamicGroupMixin):\n", ""),
-        ('            yield "dynamic_context_parallel"\n', ""),
+        (
+            "    for module in chunk.modules():\n"
+            "        if isinstance(module, DynamicGroupMixin):\n"
+            '            yield "dynamic_context_parallel"\n',
+            '    if getattr(config, "dynamic_context_parallel", False):\n'
+            '        yield "dynamic_context_parallel"\n    for module in chunk.modules():\n',
+        ),
     ),
     "integration.layers.layer_parts": (
         (
@@ -151,6 +163,11 @@ REWORD = {
         ("    of_chunks = (graphs_of(_language_model(chunk).decoder) for chunk in chunks)\n", ""),
         (" or any(graphs and graphs.is_captured for graphs in of_chunks)", ""),
     ),
+    "integration.packed.batch_group": ((" in a patched tree", ""),),
+    "integration.packed.dynamic_batches": (
+        ("    table.apply(Feature.PADDED_ROUTING)\n", ""),
+        ("See ``providers.datasets``; all", "As ``packed_sequences.datasets``; all"),
+    ),
     "integration.packed.packed_sequences": (
         ("    table.apply(Feature.PADDED_ROUTING)\n", ""),
         ("; see ``providers.datasets``", ""),
@@ -158,6 +175,14 @@ REWORD = {
     "integration.seam.manager": (
         ("1, build the model ", "1, or leave the modules that "),
         (f'"from {PACKAGE}.with_graph_offloading(spec), or leave the modules that "', ""),
+    ),
+    "options.context_parallel": (
+        (
+            '"set transformer_engine, or leave it out and set cuda_graph_granularity=chunk; '
+            'both "\n        "capture graphs of every size",\n'
+            '        ("none", "transformer_engine"),\n',
+            '"leave it out",\n        ("none",),\n',
+        ),
     ),
     "options.packing": (
         ("    *PACKED_LAYER_RULES,\n", ""),

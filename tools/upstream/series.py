@@ -34,6 +34,7 @@ skip-magic-trailing-comma = true
 """What black -S -C and isort do there."""
 TEST_PLACES = {
     "test_packed_sequences.py": "tests/unit_tests/data",
+    "test_dynamic_context_parallel.py": "tests/unit_tests/data",
     "test_sync_free_experts.py": "tests/unit_tests/transformer/moe",
     "test_rope_autotune.py": "tests/unit_tests/fusions",
     "test_padded_routing.py": "tests/unit_tests/transformer/moe",

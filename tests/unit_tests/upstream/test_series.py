@@ -27,7 +27,7 @@ from tools.upstream.series import TEST_PLACES, Made, git, make
 GUIDE = ROOT / "docs" / "design" / "upstream.md"
 FAST = (
     *("test_padded_routing.py", "test_config_fields.py", "test_bit_equality.py"),
-    *("test_layer_graphs.py", "test_packed_sequences.py"),
+    *("test_layer_graphs.py", "test_packed_sequences.py", "test_dynamic_context_parallel.py"),
     *("test_memory_budget.py", "test_sync_free_experts.py"),
 )
 SCRIPT = '''\
