@@ -34,6 +34,8 @@ def main(script: str, file: str, *flags: str) -> None:
         cpu_only.install_training_shims()
         cpu_only.skip_helper_compilation()
         _allow_offloading()
+        if "--dynamic-context-parallel" in flags:
+            _share_sequences()
     result: dict[str, Any] = {"iterations": []}
     _keep_results(result)
     sys.argv = [script, *flags]
@@ -44,6 +46,14 @@ def main(script: str, file: str, *flags: str) -> None:
         if end.code:
             raise
     Path(file).write_text(json.dumps(result))
+
+
+def _share_sequences() -> None:
+    """Core attention of the shims knows no context-parallel groups."""
+    import cpu_modules
+    from gathering_attention import GatheringCoreAttention
+
+    cpu_modules.LatentCoreAttention = GatheringCoreAttention
 
 
 def _allow_offloading() -> None:
