@@ -175,6 +175,11 @@ class Edit:
         source.write()
 
 
+def decorated(path: str, name: str, decorator: str, module: str, why: str) -> Edit:
+    """Return the edit that puts a decorator of a module above a function."""
+    return Edit(path, name, decorate(decorator), why, ((module, decorator),))
+
+
 # Kinds of changes.
 
 

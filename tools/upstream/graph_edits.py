@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.upstream.anchors import Edit, at_start, decorate, in_class
+from tools.upstream.anchors import Edit, at_start, decorated, in_class
 from tools.upstream.modules import place_of
 
 _CALLS = str(place_of("patches.graph_calls"))
 _MODULE = "megatron/core/transformer/module.py"
 _LAYER = "megatron/core/transformer/transformer_layer.py"
 _MAMBA = "megatron/core/ssm/mamba_layer.py"
+_CLASS = "GraphableMegatronModule"
 
 _ATTRIBUTE = '''\
 graph_copies = None
@@ -28,35 +29,28 @@ if self.graph_copies is not None and self.cuda_graphs and not torch.is_grad_enab
 def layer_graph_edits(root: Path) -> list[Edit]:
     """Return the edits that make layers notify the engine of their graphs."""
     del root
-    methods = (
-        (_MODULE, "GraphableMegatronModule._te_cuda_graph_capture", "captures_copies"),
-        (
-            *(_MODULE, "GraphableMegatronModule._get_te_cuda_graph_replay_args"),
-            "replays_beside_copies",
-        ),
-        (_LAYER, "TransformerLayer._te_cuda_graph_capture", "captures_copies"),
-        (_LAYER, "TransformerLayer._te_cuda_graph_replay", "notes_replay"),
-        (_MAMBA, "MambaLayer._te_cuda_graph_replay", "notes_replay"),
+    lost, uncounted = (
+        "copies would not be part of the graphs",
+        "the engine would not count what replays move",
     )
-    why = {
-        "captures_copies": "copies would not be part of the graphs",
-        "replays_beside_copies": "work after a graph would wait for its copies",
-        "notes_replay": "the engine would not count what replays move",
-    }
+    methods = (
+        (_MODULE, f"{_CLASS}._te_cuda_graph_capture", "captures_copies", lost),
+        (
+            *(_MODULE, f"{_CLASS}._get_te_cuda_graph_replay_args", "replays_beside_copies"),
+            "work after a graph would wait for its copies",
+        ),
+        (_LAYER, "TransformerLayer._te_cuda_graph_capture", "captures_copies", lost),
+        (_LAYER, "TransformerLayer._te_cuda_graph_replay", "notes_replay", uncounted),
+        (_MAMBA, "MambaLayer._te_cuda_graph_replay", "notes_replay", uncounted),
+    )
     return [
         Edit(
-            _MODULE,
-            "GraphableMegatronModule",
-            in_class(_ATTRIBUTE),
+            *(_MODULE, _CLASS, in_class(_ATTRIBUTE)),
             "the layers that follow would lack what they call",
         ),
-        *(
-            Edit(path, name, decorate(decorator), why[decorator], ((_CALLS, decorator),))
-            for path, name, decorator in methods
-        ),
+        *(decorated(*place, decorator, _CALLS, why) for *place, decorator, why in methods),
         Edit(
-            *(_MODULE, "GraphableMegatronModule._should_call_te_cudagraph"),
-            at_start(_WITH_BACKWARD),
+            *(_MODULE, f"{_CLASS}._should_call_te_cudagraph", at_start(_WITH_BACKWARD)),
             "a pass without gradients would replay graphs that a backward needs",
         ),
     ]

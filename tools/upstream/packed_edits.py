@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.upstream.anchors import Edit, at_end, at_start, decorate
+from tools.upstream.anchors import Edit, at_end, at_start, decorated
 from tools.upstream.fields import CONFIG, behind, fields_of
 from tools.upstream.modules import DYNAMIC_TRAINING, ENGINE, PACKED_TRAINING, place_of
 
@@ -41,7 +41,6 @@ if {condition}:
 
 """
 _GROUPS = str(place_of("integration.packed.batch_group"))
-_TRANSFORMER = "megatron/core/transformer"
 
 
 def packed_edits(root: Path) -> list[Edit]:
@@ -77,16 +76,16 @@ def dynamic_edits(root: Path) -> list[Edit]:
             "the model would get no group",
         ),
         *(
-            Edit(path, f"{name}.forward", decorate(decorator), why, ((_GROUPS, decorator),))
+            decorated(f"megatron/core/{path}.py", f"{name}.forward", decorator, _GROUPS, why)
             for path, name, decorator, why in (
-                (f"{_TRANSFORMER}/attention.py", "Attention", "uses_batch_group", positions),
+                ("transformer/attention", "Attention", "uses_batch_group", positions),
                 (
-                    *(f"{_TRANSFORMER}/multi_latent_attention.py", "MultiLatentAttention"),
+                    *("transformer/multi_latent_attention", "MultiLatentAttention"),
                     *("uses_batch_group", positions),
                 ),
                 (
-                    *("megatron/core/extensions/transformer_engine.py", "TEDotProductAttention"),
-                    *("restores_group", "attention would keep the group of another micro-batch"),
+                    *("extensions/transformer_engine", "TEDotProductAttention", "restores_group"),
+                    "attention would keep the group of another micro-batch",
                 ),
             )
         ),
