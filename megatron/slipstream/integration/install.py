@@ -148,7 +148,12 @@ def _prepare_chunk(
     find_engine: Callable[[], model_router.RoutedManager],
 ) -> list[Callable[[], None]]:
     """Prepare a model chunk before it runs; return functions that undo it."""
-    facts = Facts(chunk.config, config, tiles_of(chunk), has_gpu=torch.cuda.is_available())
+    patterns = (getattr(module, "hybrid_layer_pattern", None) for module in chunk.modules())
+    own = {
+        "has_gpu": torch.cuda.is_available(),
+        "hybrid_layer_pattern": next(filter(None, patterns), None),
+    }
+    facts = Facts(chunk.config, config, tiles_of(chunk), own)
     require(check_rules(BUDGET_RULES, facts))
     undo = module_groups.mark_modules(chunk)
     if config.offload_checkpoint_inputs:

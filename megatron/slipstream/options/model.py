@@ -8,7 +8,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.slipstream.options.facts import Facts
-from megatron.slipstream.options.modules import OWN_MODULE_RULES, OWN_MODULES
+from megatron.slipstream.options.modules import (
+    OWN_MODULE_RULES,
+    OWN_MODULES,
+    has_layers,
+    has_only_expert_layers,
+)
 from megatron.slipstream.options.rules import (
     Condition,
     Finding,
@@ -119,13 +124,14 @@ def _is_captured(name: str, facts: Any) -> bool:
 
 def _is_checkpointed(name: str, facts: Any) -> bool:
     """Whether the model has modules of this name that run in checkpoints outside of graphs."""
-    has_experts = bool(facts.num_moe_experts)
+    pattern = facts.hybrid_layer_pattern
     exists = {
-        "core_attn": True,
-        "mlp": not has_experts or facts.moe_layer_freq != 1,
-        "moe": has_experts,
-        "shared_experts": has_experts and bool(facts.moe_shared_expert_intermediate_size),
+        "core_attn": not pattern or has_layers(facts, "*+D"),
+        "mlp": has_layers(facts, "-") if pattern else not has_only_expert_layers(facts),
+        "moe": has_layers(facts, "E") if pattern else bool(facts.num_moe_experts),
     }
+    has_shared = bool(facts.moe_shared_expert_intermediate_size)
+    exists["shared_experts"] = exists["moe"] and has_shared
     return exists[name] and not _is_captured(name, facts)
 
 

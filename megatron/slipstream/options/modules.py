@@ -52,21 +52,23 @@ def own_modules(facts: Any) -> list[str]:
     return [name for name in getattr(facts, "offload_modules", None) or () if name in OWN_MODULES]
 
 
-def _has_only_expert_layers(facts: Any) -> bool:
+def has_only_expert_layers(facts: Any) -> bool:
+    """Whether every layer of a model without a pattern has experts."""
     pattern = facts.moe_layer_freq
     is_every_one = pattern == 1 or (isinstance(pattern, list) and all(pattern))
     has_pattern = facts.hybrid_layer_pattern or facts.is_hybrid_model
     return bool(facts.num_moe_experts) and not has_pattern and is_every_one
 
 
-def _has_layers(facts: Any, letters: str) -> bool:
+def has_layers(facts: Any, letters: str) -> bool:
+    """Whether the hybrid pattern has layers of any of these letters."""
     return bool({*letters} & {*(facts.hybrid_layer_pattern or "")})
 
 
 def _lacks_layers(facts: Any, letters: str) -> bool:
     """Whether the model is known to have no layers of these letters in a pattern."""
     is_known = facts.lacks("hybrid_layer_pattern") or bool(facts.hybrid_layer_pattern)
-    return is_known and not _has_layers(facts, letters)
+    return is_known and not has_layers(facts, letters)
 
 
 def _refused(
@@ -117,7 +119,7 @@ def _if_lacking(
     """
     return _refused(
         names,
-        lambda f: f.lacks(option) and not _has_layers(f, letters),
+        lambda f: f.lacks(option) and not has_layers(f, letters),
         f"without {option}",
         because,
         cure,
@@ -148,7 +150,7 @@ OWN_MODULE_RULES: tuple[Rule, ...] = (
     ),
     _refused(
         OF_DENSE_MLP,
-        _has_only_expert_layers,
+        has_only_expert_layers,
         "with moe_layer_freq={moe_layer_freq}",
         "no layer has a dense MLP then",
     ),

@@ -15,6 +15,7 @@ from tiny_gpt import build_chunks, initialize, make_config, train
 from megatron.slipstream.fine_grained_activation_offload.markers import CHECKPOINT_INPUTS
 from megatron.slipstream.integration import install
 from megatron.slipstream.options import rules
+from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.options.model import keeps_checkpoint_inputs
 
@@ -28,6 +29,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("moe", {}),
     "shared experts": ("moe", SHARED),
     "experts in every second layer": ("moe", {"moe_layer_freq": 2}),
+    "no dense layer by a list": ("moe", {"moe_layer_freq": [1, 1]}),
+    "no attention in a pattern": ("hybrid", SHARED),
 }
 
 
@@ -61,7 +64,7 @@ def train_all(rank: int, num_ranks: int, port: int) -> dict[tuple[str, Optional[
             options = dict(fields)
             if name is not None:
                 options |= {"recompute_granularity": "selective", "recompute_modules": [name]}
-            case = ModelCase(kind, num_layers=2, overrides=options)
+            case = ModelCase(kind, num_layers=2, pattern="-E", overrides=options)
             words.said.clear()
             rules._said.clear()
             install.install(OffloadConfig(offload_backend="cpu", offload_checkpoint_inputs=True))
@@ -72,7 +75,9 @@ def train_all(rank: int, num_ranks: int, port: int) -> dict[tuple[str, Optional[
             train(case, config, build_chunks(case, config), (2, 2))
             moves = CHECKPOINT_INPUTS in install.report().ranks[0].modules
             said = [text for text in words.said if "offload_checkpoint_inputs" in text]
-            found[model, name] = Seen(keeps_checkpoint_inputs(config), moves, said)
+            pattern = case.pattern if kind == "hybrid" else None
+            expected = keeps_checkpoint_inputs(Facts(config, hybrid_layer_pattern=pattern))
+            found[model, name] = Seen(expected, moves, said)
             install.uninstall()
     return found
 

@@ -149,3 +149,16 @@ def test_marks_survive_a_failure_and_end_with_the_engine() -> None:
         "regions after a failure": 0,
         "hooks left": 0,
     }
+
+
+HYBRID = "--num-experts 4 --cuda-graph-impl transformer_engine --te-rng-tracker".split()
+
+
+@pytest.mark.parametrize("pattern, expected", [("*-*E", 2), ("*E*E", 1)])
+def test_graphs_of_the_mlps_of_a_pattern_need_no_other_flag(pattern: str, expected: int) -> None:
+    """megatron-core asks ``moe_layer_freq``, though hybrid layers follow the pattern alone."""
+    cpu_only.install_training_shims()
+    flags = [*HYBRID, "--hybrid-layer-pattern", pattern, "--cuda-graph-modules", "attn"]
+    assert arguments.parse(flags, arguments.defaults_of_machine([])).moe_layer_freq == 1
+    args = arguments.parse([*flags, "mlp"], arguments.defaults_of_machine([]))
+    assert args.moe_layer_freq == expected

@@ -27,8 +27,12 @@ from megatron.slipstream.options.budget import complete_arguments
 from megatron.slipstream.options.config_file import config_from_environment
 from megatron.slipstream.options.datasets import read_tokenizer
 from megatron.slipstream.options.fields import GROUPS
-from megatron.slipstream.options.model import MODULE_NAMES, offloads_with_our_engine
-from megatron.slipstream.options.modules import own_modules
+from megatron.slipstream.options.model import (
+    MODULE_NAMES,
+    graphed_modules,
+    offloads_with_our_engine,
+)
+from megatron.slipstream.options.modules import has_layers, own_modules
 from megatron.slipstream.options.rules import given_flags, nearest_flags
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
@@ -149,6 +153,9 @@ def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
     with _process_arguments([*defaults, *argv]):
         args = megatron_arguments.parse_args(add_arguments)
     complete_arguments(args)
+    if args.moe_layer_freq == 1 and "mlp" in graphed_modules(args) and has_layers(args, "-"):
+        # megatron-core asks this option whether there are dense layers, of hybrid models, too.
+        args.moe_layer_freq = 2
     # Megatron requires a module, even to offload only the inputs of checkpoints.
     is_own = offloads_with_our_engine(args)
     if is_own and args.offload_checkpoint_inputs:
