@@ -213,16 +213,16 @@ def _wrong_routing(experts: Experts) -> Iterator[str]:
 
 def _wrong_layers(shape: ModelFields) -> Iterator[str]:
     par = shape.parallelism
+    has_pattern = not {*shape.layer_kinds} <= {"*E", "*-"}
+    given = "hybrid_layer_pattern" if has_pattern else "moe_layer_freq"
     if shape.layer_kinds and len(shape.layer_kinds) != shape.num_layers:
+        cure = "leave num_layers out" if has_pattern else "give one entry per layer"
         yield (
-            f"moe_layer_freq has {len(shape.layer_kinds)} entries, but "
-            f"num_layers={shape.num_layers}; give one entry per layer"
+            f"{given} has {len(shape.layer_kinds)} entries, but num_layers={shape.num_layers}; "
+            f"{cure}"
         )
     if shape.experts is None and any("E" in kind for kind in shape.layer_kinds):
-        yield (
-            "moe_layer_freq or hybrid_layer_pattern names layers with experts, but num_experts is "
-            "not set; set it"
-        )
+        yield f"{given} names layers with experts, but num_experts is not set; set it"
     if shape.experts is not None and par.tp > 1 and not par.sequence_parallel:
         yield _conflict(
             f"tensor_model_parallel_size={par.tp}",
