@@ -4,14 +4,27 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import framework_pages
 import pytest
 import torch
-from framework_runs import WITHOUT_KERNELS, last_line, skip_without
+from framework_runs import (
+    WITHOUT_KERNELS,
+    Training,
+    check_training,
+    last_line,
+    local_spec,
+    skip_without,
+    use_torch_optimizers,
+)
 from ranks import run_ranks
 from tiny_gpt import ModelCase, first_difference, initialize, train
 
@@ -28,10 +41,6 @@ FIELDS, CHECKED = framework_pages.blocks("megatron-bridge", "python", "provider"
 def _provider() -> Any:
     """A GPT model of megatron-core's local layers, which run without a GPU."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    def spec(config: Any, vp_stage: Any = None) -> Any:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
 
     return GPTModelProvider(
         num_layers=CASE.num_layers,
@@ -47,7 +56,7 @@ def _provider() -> Any:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         min_offloaded_tensor_size=1,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=local_spec,
         **WITHOUT_KERNELS,
     )
 
@@ -172,3 +181,94 @@ def test_a_hook_leaves_no_trace_in_what_is_written_into_checkpoints() -> None:
     (written,) = run_ranks(1, _serialised)
     assert "fine_grained_activation_offloading" in written
     assert "slipstream" not in written
+
+
+def _import_pretrain() -> None:
+    """Import ``pretrain``, with a stand-in for a type that it names.
+
+    The registry's nvidia-resiliency-ext is too old for megatron-core.
+    """
+    names = ("nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess")
+    package, inprocess = map(ModuleType, names)
+    inprocess.CallWrapper = type("CallWrapper", (), {})  # type: ignore[attr-defined]
+    sys.modules.update(zip(names, (package, inprocess), strict=True))
+    importlib.import_module("megatron.bridge.training.pretrain")
+    importlib.import_module("megatron.bridge.training.gpt_step")
+    for name in names:
+        del sys.modules[name]
+
+
+def _recipe(provider: Any) -> Any:
+    """A configuration of three steps on mock data."""
+    from megatron.bridge.training import config
+
+    return config.ConfigContainer(
+        model=provider,
+        train=config.TrainingConfig(train_iters=3, global_batch_size=2, micro_batch_size=1),
+        validation=config.ValidationConfig(eval_iters=0),
+        optimizer=config.OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=1e-4),
+        scheduler=config.SchedulerConfig(
+            start_weight_decay=0.01,
+            end_weight_decay=0.01,
+            weight_decay_incr_style="constant",
+            lr_decay_style="constant",
+            lr_decay_iters=3,
+            lr_warmup_iters=0,
+        ),
+        ddp=config.DistributedDataParallelConfig(),
+        dataset=config.MockGPTDatasetConfig(
+            random_seed=1,
+            seq_length=CASE.seq_length,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            dataloader_type="single",
+            num_workers=0,
+        ),
+        logger=config.LoggerConfig(log_interval=1, tensorboard_dir=None),
+        tokenizer=config.TokenizerConfig(
+            tokenizer_type="NullTokenizer", vocab_size=CASE.vocab_size - 1
+        ),
+        checkpoint=config.CheckpointConfig(save=None),
+        dist=config.DistributedInitConfig(distributed_backend="gloo"),
+    )
+
+
+def _pretrain(rank: int, world_size: int, port: int, offloads: bool) -> Any:
+    """``pretrain()``, with the page's lines if it offloads."""
+    from megatron.bridge.training import initialize as initializing, setup
+    from megatron.bridge.training.callbacks import Callback
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    from megatron.slipstream.integration.cpu.cpu_only import install_training_shims
+
+    install_training_shims()
+    use_torch_optimizers()
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    training = Training()
+
+    class Steps(Callback):
+        def on_train_step_end(self, context: Any) -> None:
+            losses = {name: float(loss) for name, loss in context.loss_dict.items()}
+            training.steps.append((losses, float(context.grad_norm)))
+            self.model = context.model[0]
+
+    steps = Steps()
+    on_cpu = partial(setup.initialize_megatron, allow_no_cuda=True)
+    with (
+        patch("torch.cuda.device_count", lambda: 1),
+        patch.object(setup, "initialize_megatron", on_cpu),
+        patch.object(setup, "set_jit_fusion_options", lambda *_: None),
+        patch.object(initializing, "compile_helpers", lambda: None),
+    ):
+        provider = _run_page(FIELDS) if offloads else _provider()
+        pretrain(_recipe(provider), forward_step, callbacks=[steps])
+    return training.finish(steps.model if offloads else None)
+
+
+def test_pretrain_is_the_same_and_logs_what_the_page_shows() -> None:
+    skip_without("modelopt")
+    _import_pretrain()
+    check_training("megatron-bridge", _pretrain)

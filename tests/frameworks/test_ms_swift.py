@@ -8,15 +8,26 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import framework_pages
 import pytest
 import torch
-from framework_runs import WITHOUT_KERNELS, last_line, skip_without
+from framework_runs import (
+    WITHOUT_KERNELS,
+    Training,
+    check_training,
+    last_line,
+    local_spec,
+    save_tiny_qwen,
+    skip_without,
+    use_torch_optimizers,
+)
 from ranks import run_ranks
 from tiny_gpt import ModelCase, first_difference, initialize, train
 
@@ -173,3 +184,108 @@ def test_models_with_a_forward_of_their_own_move_all_the_same() -> None:
     ((seen, unseen),) = run_ranks(1, _train)
     assert seen > 0
     assert unseen == 0
+
+
+def _save_model_and_data(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    save_tiny_qwen(folder)
+    special = ["<unk>", "<|endoftext|>", "<|im_end|>"]
+    words = [*special, *(f"w{index}" for index in range(100))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, special[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(("unk_token", "pad_token", "eos_token"), special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    with (folder / "data.jsonl").open("w") as file:
+        for row in range(24):
+            both = [
+                {"role": role, "content": " ".join(f"w{(row * k + i) % 100}" for i in range(8))}
+                for role, k in (("user", 7), ("assistant", 3))
+            ]
+            print(json.dumps({"messages": both}), file=file)
+
+
+def _arguments(folder: Path, extra: dict[str, Any]) -> list[str]:
+    """The command line of a training of three steps."""
+    off = ("padding_free", "use_distributed_optimizer", "cross_entropy_loss_fusion", "check_model")
+    given = {
+        "model": folder,
+        "model_type": "qwen2",
+        "template": "qwen2_5",
+        "dataset": folder / "data.jsonl",
+        "output_dir": folder / "out",
+        "tuner_type": "full",
+        "train_iters": 3,
+        "micro_batch_size": 2,
+        "global_batch_size": 4,
+        "max_length": 32,
+        "lr": 1e-3,
+        "logging_steps": 1,
+        "dataloader_num_workers": 0,
+        "torch_dtype": "bfloat16",
+        "attention_backend": "unfused",
+        "recompute_granularity": "none",
+        "ddp_backend": "gloo",
+        **dict.fromkeys(off, "false"),
+        "megatron_extra_kwargs": json.dumps({**extra, **WITHOUT_KERNELS, "attention_dropout": 0}),
+    }
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+def _fill(_: Any, models: list[Any], *__: Any, **___: Any) -> None:
+    """In place of reading weights: those on disk are of Transformer Engine's layers."""
+    torch.manual_seed(0)
+    for model in models:
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+
+
+def _sft(rank: int, world_size: int, port: int, offloads: bool) -> Any:
+    """``megatron sft``, with the page's options and plugin if it offloads."""
+    from mcore_bridge.bridge.gpt_bridge import GPTBridge
+    from mcore_bridge.model import register
+    from swift.megatron.pipelines.train import sft
+    from swift.megatron.trainers import base
+
+    from megatron.slipstream.integration.cpu.cpu_only import install_cpu_shims
+
+    install_cpu_shims()
+    use_torch_optimizers()
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    training = Training()
+
+    class Sft(sft.MegatronSft):
+        def prepare_trainer(self) -> Any:
+            self.trainer = super().prepare_trainer()
+            self.trainer.save_checkpoint = lambda: None  # It is written from a GPU.
+            on_log = self.trainer.on_log
+
+            def noted(logs: dict[str, Any], prefix: str = "") -> None:
+                on_log(logs, prefix)
+                training.steps.append((logs["loss"], logs["grad_norm"]))
+
+            self.trainer.on_log = noted
+            return self.trainer
+
+    with (
+        tempfile.TemporaryDirectory() as name,
+        patch("torch.cuda.device_count", lambda: 1),
+        patch.object(register, "get_gpt_decoder_block_spec", local_spec),
+        patch.object(base, "warmup_jit_function", lambda *_: None),
+        patch.object(GPTBridge, "load_weights", _fill),
+    ):
+        _save_model_and_data(Path(name))
+        arguments = _arguments(Path(name), {})
+        if offloads:
+            arguments = _arguments(Path(name), {**OPTIONS, "min_offloaded_tensor_size": 1})
+            arguments += ["--external_plugins", str(PLUGIN)]
+        run = Sft(arguments)
+        run.main()
+    return training.finish(run.trainer.unwrapped_models[0] if offloads else None)
+
+
+def test_sft_trains_the_same_and_logs_what_the_page_shows() -> None:
+    importlib.import_module("swift.megatron.pipelines.train.sft")
+    check_training("ms-swift", _sft)

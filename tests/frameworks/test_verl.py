@@ -4,14 +4,29 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shlex
+import tempfile
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import framework_pages
 import pytest
-from framework_runs import last_line, skip_without
+import torch
+from framework_runs import (
+    WITHOUT_KERNELS,
+    Training,
+    check_training,
+    last_line,
+    local_spec,
+    save_tiny_qwen,
+    skip_without,
+    use_torch_optimizers,
+)
 from ranks import run_ranks
 
 from megatron.slipstream import to_transformer_overrides
@@ -121,23 +136,122 @@ def test_importing_verl_gets_ready_and_installs_nothing() -> None:
     assert results == ["True None", "False None"]
 
 
-def _mbridge(rank: int, world_size: int, port: int, overrides: dict[str, Any]) -> dict[str, Any]:
+def _batch(step: int) -> Any:
+    """Four samples of 32 tokens, in two micro-batches."""
+    from verl.utils import tensordict_utils
+
+    generator = torch.Generator().manual_seed(step)
+
+    def nested(sample: Any) -> torch.Tensor:
+        samples = [sample() for _ in range(4)]
+        return torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+
+    return tensordict_utils.get_tensordict(
+        {
+            "input_ids": nested(lambda: torch.randint(1, 128, (32,), generator=generator)),
+            "loss_mask": nested(lambda: torch.ones(32, dtype=torch.int64)),
+            "position_ids": nested(lambda: torch.arange(32)),
+            "temperature": torch.ones(4),
+        },
+        non_tensor_dict={"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
+    )
+
+
+def _import_engine() -> None:
+    skip_without("megatron.bridge", "transformer_engine")
+    for name in ("models.mcore.bridge", "workers.engine.megatron.transformer_impl"):
+        importlib.import_module(f"verl.{name}")
+
+
+def _engine(folder: Path, overrides: dict[str, Any], **settings: Any) -> Any:
+    """verl's Megatron engine, with layers that run without a GPU."""
+    from megatron.bridge import AutoBridge
+    from verl.trainer.config import CheckpointConfig
+    from verl.utils.megatron_utils import unwrap_model
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    save_tiny_qwen(folder)
+    model = HFModelConfig(path=str(folder), load_tokenizer=False, use_remove_padding=False)
+    model.tokenizer = SimpleNamespace(pad_token_id=0)
+    spec = {} if "vanilla_mbridge" in settings else {"transformer_layer_spec": local_spec}
+    config = McoreEngineConfig(
+        **settings,
+        use_remove_padding=False,
+        sequence_parallel=False,
+        use_distributed_optimizer=False,
+        override_transformer_config={
+            **overrides,
+            **WITHOUT_KERNELS,
+            **spec,
+            "attention_backend": "unfused",
+        },
+    )
+    optimizer = McoreOptimizerConfig(total_training_steps=3, lr=1e-3)
+    engine = MegatronEngineWithLMHead(model, config, optimizer, CheckpointConfig())
+    # The weights on disk are those of Transformer Engine's layers.
+    with patch.object(AutoBridge, "load_hf_weights", lambda *_, **__: None):
+        engine.initialize()
+
+    def without_mask(_: Any, arguments: Any, named: dict[str, Any]) -> Any:
+        """All samples have one length, and the local attention reads a mask of another form."""
+        return arguments, {**named, "attention_mask": None}
+
+    unwrap_model(engine.module[0]).register_forward_pre_hook(without_mask, with_kwargs=True)
+    return engine
+
+
+def _train(rank: int, world_size: int, port: int, offloads: bool) -> Any:
+    """Steps of verl's engine, with the overrides of the page if it offloads."""
+    from tiny_gpt import ModelCase, initialize
+    from verl.workers.utils.losses import sft_loss
+
+    initialize(ModelCase("dense"), rank, world_size, port)
+    use_torch_optimizers()
+    training = Training()
+    overrides = {}
+    if offloads:
+        variables = framework_pages.variables("verl", "export VERL_USE_EXTERNAL_MODULES")
+        importlib.import_module(variables["VERL_USE_EXTERNAL_MODULES"])
+        overrides = _engine_config(_compose(*ON).actor_rollout_ref.actor)
+        overrides["min_offloaded_tensor_size"] = 1
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch("torch.cuda.mem_get_info", lambda *_: (0, 0)),
+    ):
+        engine = _engine(Path(folder), overrides)
+        for step in range(3):
+            with engine.train_mode():
+                output = engine.train_batch(_batch(step), partial(sft_loss, None))
+            training.steps.append((output["loss"], output["metrics"]["grad_norm"]))
+    return training.finish(engine.module[0] if offloads else None)
+
+
+def test_its_engine_trains_the_same_and_logs_what_the_page_shows() -> None:
+    _import_engine()
+    check_training("verl", _train)
+
+
+REFUSED = (
+    ({"offload_module": ["core_attn"]}, {}, "has no attribute 'offload_module'"),
+    ({}, {"vanilla_mbridge": True}, "no attribute 'encoder_and_decoder'"),
+)
+"""Overrides, settings of the engine, and the error."""
+
+
+def _refuse(rank: int, world_size: int, port: int) -> int:
     from tiny_gpt import ModelCase, initialize
 
-    initialize(ModelCase("dense"))
-    from mbridge import AutoBridge
-    from transformers import Qwen2Config
-
-    hf_config = Qwen2Config(
-        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2
-    )
-    bridge = AutoBridge.from_config(hf_config)
-    bridge.set_extra_args(**overrides)
-    with pytest.raises(TypeError, match="offload_module'"):
-        bridge.set_extra_args(offload_module=["core_attn"])
-    return {name: getattr(bridge.config, name) for name in overrides}
+    initialize(ModelCase("dense"), rank, world_size, port)
+    for overrides, settings, error in REFUSED:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            pytest.raises(AttributeError, match=error),
+        ):
+            _engine(Path(folder), overrides, **settings)
+    return len(REFUSED)
 
 
-def test_mbridge_makes_a_configuration_that_has_them() -> None:
-    skip_without("mbridge", "transformer_engine")
-    assert run_ranks(1, _mbridge, OVERRIDES) == [OVERRIDES]
+def test_misspelt_keys_and_the_old_mbridge_are_errors() -> None:
+    _import_engine()
+    assert run_ranks(1, _refuse) == [len(REFUSED)]
