@@ -32,7 +32,7 @@ from megatron.slipstream.options import preflight
 
 skip_without("megatron.bridge", "transformer_engine")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 CASE = ModelCase("dense")
 FIELDS, CHECKED = framework_pages.blocks("megatron-bridge", "python", "provider")

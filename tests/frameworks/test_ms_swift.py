@@ -35,7 +35,7 @@ from megatron.slipstream import to_transformer_overrides
 
 skip_without("swift", "mcore_bridge", "transformer_engine")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 CASE = ModelCase("dense")
 COMMAND = [word for word in framework_pages.words("ms-swift", "megatron sft") if word != "$@"][2:]

@@ -33,7 +33,7 @@ from megatron.slipstream import to_transformer_overrides
 
 verl = pytest.importorskip("verl", reason="verl is not installed; see ./run test-frameworks")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 OVERRIDES = {
     "fine_grained_activation_offloading": True,
