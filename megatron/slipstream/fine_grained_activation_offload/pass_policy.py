@@ -31,9 +31,11 @@ class PassPolicy(NamedTuple):
         """
         return cls(
             min_numel=config.min_offloaded_tensor_size,
-            activation_offload_fraction=config.activation_offload_fraction,
-            delta_offload_bytes_across_pp_ranks=config.delta_offload_bytes_across_pp_ranks,
-            # From megatron-core 0.18 on.
+            # megatron-core 0.18 has only the last of these.
+            activation_offload_fraction=getattr(config, "activation_offload_fraction", 1.0),
+            delta_offload_bytes_across_pp_ranks=getattr(
+                config, "delta_offload_bytes_across_pp_ranks", 0
+            ),
             max_inflight_offloads=getattr(
                 config, "fine_grained_offloading_max_inflight_offloads", None
             ),

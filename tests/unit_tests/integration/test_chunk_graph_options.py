@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
@@ -201,6 +202,11 @@ def test_a_policy_has_every_option_of_the_model() -> None:
         PassPolicy(1, 1.0, 0)  # type: ignore[call-arg]
     changed = policy.applied_to(PolicyOptions(release_lag=7))
     assert changed == PolicyOptions(0.75, 64, release_lag=7, max_inflight_offloads=0)
+
+
+def test_a_release_without_an_option_has_its_default() -> None:
+    policy = PassPolicy.of(SimpleNamespace(min_offloaded_tensor_size=8))
+    assert policy == PassPolicy(8, 1.0, 0, None)
 
 
 def test_what_comes_back_in_graphs_is_verified_and_that_ends() -> None:
