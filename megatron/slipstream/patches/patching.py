@@ -13,12 +13,12 @@ import inspect
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, Optional
 
 import torch
 
+from megatron.slipstream.patches.attributes import replace_on
 from megatron.slipstream.patches.releases import (
     TESTED_RELEASES,
     installed_version,
@@ -28,8 +28,6 @@ from megatron.slipstream.patches.releases import (
 
 logger = logging.getLogger(__name__)
 
-_INHERITED = object()
-"""Sentinel: the owner itself has no such attribute."""
 _MISSING = object()
 """Sentinel: no such attribute."""
 
@@ -180,22 +178,6 @@ def applied(patches: Iterable[Patch]) -> Iterator[None]:
 def active() -> list[Patch]:
     """Return the patches that are applied."""
     return list(_applied)
-
-
-def replace_on(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
-    """Replace an attribute of an object; return a function that undoes it.
-
-    Args:
-        owner: An instance, a class or a module. An inherited attribute is inherited again
-            afterwards.
-        name: Name of the attribute.
-        replacement: Its new value.
-    """
-    before = vars(owner).get(name, _INHERITED)
-    setattr(owner, name, replacement)
-    if before is _INHERITED:
-        return partial(delattr, owner, name)
-    return partial(setattr, owner, name, before)
 
 
 def resolve(path: str, reason: str = "") -> tuple[Any, str]:

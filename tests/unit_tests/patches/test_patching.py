@@ -13,6 +13,7 @@ import pytest
 from megatron.core import package_info
 
 from megatron.slipstream.patches import patching
+from megatron.slipstream.patches.attributes import replace_on
 from megatron.slipstream.patches.patching import Patch
 from megatron.slipstream.patches.releases import TESTED_RELEASES, installed_version, release
 
@@ -130,7 +131,7 @@ def test_a_method_of_one_object_is_replaced_and_given_back(has_own: bool) -> Non
     owner = Owner()
     if has_own:
         owner.inherited = lambda: "its own"
-    undo = patching.replace_on(owner, "inherited", lambda: "replaced")
+    undo = replace_on(owner, "inherited", lambda: "replaced")
     assert (owner.inherited(), Owner().inherited()) == ("replaced", "original")
     undo()
     assert owner.inherited() == ("its own" if has_own else "original")

@@ -54,7 +54,8 @@ from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.model import check_options_in_graphs
 from megatron.slipstream.options.rules import check_rules, require, warn_once
 from megatron.slipstream.patches import exchanged_tensors, table
-from megatron.slipstream.patches.patching import applied, replace_on
+from megatron.slipstream.patches.attributes import replace_on
+from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.table import Feature
 
 logger = logging.getLogger(__name__)

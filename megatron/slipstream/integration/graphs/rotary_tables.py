@@ -21,7 +21,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-from megatron.slipstream.patches.patching import replace_on
+from megatron.slipstream.patches.attributes import replace_on
 
 
 def constant_arguments(model: torch.nn.Module) -> frozenset[str]:
