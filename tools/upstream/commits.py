@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import Patch
 from tools.upstream.anchors import Edit
-from tools.upstream.fields import budget_edits, expert_edits, field_edits
+from tools.upstream.fields import budget_edits, chunk_edits, expert_edits, field_edits
 from tools.upstream.graph_edits import layer_graph_edits
 from tools.upstream.modules import ENGINE_FOLDERS, modules_in
 from tools.upstream.packed_edits import dynamic_edits, packed_edits
@@ -70,7 +70,13 @@ COMMITS = (
         (*table.GROUPS, *table.DISCARDED),
         (
             *(module for room in ENGINE_FOLDERS for module in modules_in(room)),
-            *("integration.seam.manager", "launcher", "options.engine", "options.facts"),
+            *(
+                "estimate.schedules",
+                "integration.seam.manager",
+                "launcher",
+                "options.engine",
+                "options.facts",
+            ),
             *("options.fields", "options.host_memory", "options.rules", "patches.marks"),
         ),
         ("conftest.py",),
@@ -140,6 +146,28 @@ COMMITS = (
         edits=expert_edits,
     ),
     Commit(
+        "Chunk graphs: one CUDA graph for the forward of a pipeline stage, one for its backward",
+        "cuda_graph_granularity='chunk' replays the layers of a model chunk as a whole, with the\n"
+        "copies of planned offloading inside. Slots follow from the schedule, so any number of\n"
+        "micro-batches replays; experts need static shapes, or no number of tokens on the host.",
+        name="chunks",
+        edits=chunk_edits,
+        modules=(
+            *modules_in("graphs"),
+            *("integration.graphs.chunks", "integration.graphs.quantized_weights"),
+            *("integration.graphs.rotary_tables", "integration.graphs.schedules"),
+            *("options.chunk_graphs", "patches.attributes", "patches.exchanged_tensors"),
+        ),
+        new=("offloaded_models.py", "test_chunk_graphs.py"),
+        tests=(
+            "graphs/test_*.py",
+            "fine_grained_activation_offload/test_races_gpu.py",
+            "fine_grained_activation_offload/test_verify.py",
+            *(f"integration/test_{name}.py" for name in ("rotary_tables", "schedules")),
+            "integration/test_quantized_weights.py",
+        ),
+    ),
+    Commit(
         "Planned offloading: recomputation and a memory budget",
         "activation_memory_budget chooses for each layer what it keeps, moves and recomputes, so\n"
         "that activations fit in the least time. Layers are changed between iterations, and the\n"
@@ -173,6 +201,6 @@ COMMITS = (
 
 NOT_YET = (
     "packed sequences in graphs of layers",
-    "chunk graphs",
+    "chunk graphs of dynamic context parallelism",
 )
 """Commits that would follow."""

@@ -235,7 +235,7 @@ IN_PLACE: Mapping[str, Union[Maker, str]] = {
     "run_in_a_group": _grouping,
     "capture_packed": "packed sequences in graphs of layers are not part of the series yet",
     "delete_packed": "packed sequences in graphs of layers are not part of the series yet",
-    "keep_tensors": "chunk graphs are not part of the series yet",
+    "keep_tensors": "torch is changed, while a pass is measured",
     "add_discarded_peaks": "torch is changed, not Megatron",
     "forget_discarded_peaks": "torch is changed, not Megatron",
     "evaluate_first": "our training script only",

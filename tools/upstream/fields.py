@@ -11,8 +11,16 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.upstream.anchors import Change, Edit, Source, at_end, decorate, instead_of_call
-from tools.upstream.modules import ENGINE, EXPERTS, source_of
+from tools.upstream.anchors import (
+    Change,
+    Edit,
+    Source,
+    at_end,
+    decorate,
+    decorated,
+    instead_of_call,
+)
+from tools.upstream.modules import CHUNK_GRAPHS, ENGINE, EXPERTS, source_of
 
 CONFIG = "megatron/core/transformer/transformer_config.py"
 _CLASS = "TransformerConfig"
@@ -35,6 +43,10 @@ float | Literal["auto"] | None = field(
 """
 """A field of which Megatron's factory makes a flag only with a function that reads it."""
 _LEFT_OUT = {
+    "cuda_graph_granularity": (
+        ", replayed by Slipstream",
+        " With --dynamic-context-parallel a graph is captured for every size.",
+    ),
     "activation_memory_budget": (
         "Switches offloading on, including the inputs of checkpoints; the default of "
         "`--offload-modules` is then all modules of the model that can move. ",
@@ -109,6 +121,20 @@ def budget_edits(root: Path) -> list[Edit]:
     return [
         Edit(CONFIG, _CLASS, fields, "fields of recomputation and the memory budget"),
         Edit(CONFIG, _POST_INIT, at_end(_BUDGET_CHECK), "the same without the engine is refused"),
+    ]
+
+
+def chunk_edits(root: Path) -> list[Edit]:
+    """Return the edits of chunk graphs."""
+    return [
+        Edit(
+            *(CONFIG, _CLASS, behind("cuda_graph_impl", fields_of(("cuda_graph_granularity",)))),
+            "field of chunk graphs",
+        ),
+        decorated(
+            *("megatron/training/training.py", "train", "replays_chunks"),
+            *(f"{CHUNK_GRAPHS}.model_chunks", "the training loop would run all passes eagerly"),
+        ),
     ]
 
 

@@ -19,6 +19,7 @@ PACKAGE = "megatron.slipstream"
 PIPELINE = "megatron.core.pipeline_parallel"
 ENGINE = f"{PIPELINE}.offload_engine"
 EXPERTS = "megatron.core.transformer.moe.sync_free"
+CHUNK_GRAPHS = f"{PIPELINE}.chunk_graphs"
 PACKED = "megatron.core.datasets.packed"
 PACKED_TRAINING = "megatron.training.packed_sequences"
 DYNAMIC_TRAINING = "megatron.training.dynamic_context_parallel"
@@ -36,11 +37,17 @@ FOLDERS = {
     "experts": EXPERTS,
     "packed_sequences": PACKED,
     "context_parallel": "megatron.core.datasets.dynamic_context_parallel",
+    "graphs": CHUNK_GRAPHS,
 }
 """Packages that move as a whole, and their names there."""
 MODULES = {
+    "estimate.schedules": f"{PIPELINE}.offload_plan.schedules",
+    "integration.graphs.chunks": f"{CHUNK_GRAPHS}.model_chunks",
     "integration.graphs.goals": f"{ENGINE}.graph_goals",
     "integration.graphs.layer_copies": f"{ENGINE}.layer_copies",
+    "integration.graphs.quantized_weights": f"{CHUNK_GRAPHS}.quantized_weights",
+    "integration.graphs.rotary_tables": f"{CHUNK_GRAPHS}.rotary_tables",
+    "integration.graphs.schedules": f"{CHUNK_GRAPHS}.num_slots",
     "integration.experts.sync_free_experts": f"{EXPERTS}.layers",
     "integration.layers.layer_boundaries": f"{ENGINE}.budget.layer_boundaries",
     "integration.layers.layer_parts": f"{ENGINE}.budget.layer_parts",
@@ -57,6 +64,7 @@ MODULES = {
     "integration.seam.compat": f"{ENGINE}.pass_arguments",
     "launcher": f"{ENGINE}.launcher",
     "options.budget": f"{ENGINE}.budget.budget_rules",
+    "options.chunk_graphs": f"{CHUNK_GRAPHS}.option_rules",
     "options.context_parallel": "megatron.training.context_parallel_rules",
     "options.engine": f"{ENGINE}.option_rules",
     "options.experts": f"{EXPERTS}.option_rules",
@@ -67,7 +75,9 @@ MODULES = {
     "options.packing": "megatron.training.packing_rules",
     "options.preflight": f"{ENGINE}.process_facts",
     "options.rules": f"{ENGINE}.rules",
+    "patches.attributes": f"{CHUNK_GRAPHS}.attributes",
     "patches.d2h_by_kernel": "megatron.core.d2h_by_kernel",
+    "patches.exchanged_tensors": f"{CHUNK_GRAPHS}.exchanged_tensors",
     "patches.graph_calls": "megatron.core.transformer.graph_calls",
     "patches.marks": f"{ENGINE}.marks",
     "patches.model_calls": f"{ENGINE}.model_calls",
@@ -78,8 +88,6 @@ MODULES = {
 }
 """Modules that move alone."""
 TEST_MODULES = {
-    "estimate.schedules": "trace_schedules",
-    "graphs.capture": "chunk_capture",
     "integration.cpu.cpu_memory": "cpu_memory",
     "integration.cpu.cpu_modules": "cpu_modules",
     "integration.cpu.cpu_only": "cpu_only",
@@ -132,6 +140,11 @@ DROP = {
 }
 """Definitions that do not move: they read and write files of our tools."""
 INSTEAD = {
+    "integration.graphs.chunks": {
+        "change_model_config": "replays_chunks.py",
+        "prepare_arguments": "",
+        "_exchanged_tensors_stay": "exchanged_tensors_stay.py",
+    },
     "options.fields": {"_check_types": "check_types.py"},
     "packed_sequences.dataset": {"watched": "watched.py", "_QUIET_S": ""},
     "patches.rotary_kernels": {"runs_triton": ""},
@@ -150,6 +163,33 @@ REWORD = {
             '        yield "dynamic_context_parallel"\n    for module in chunk.modules():\n',
         ),
     ),
+    "integration.graphs.chunks": (
+        ("import gc\n", "import functools\nimport gc\n"),
+        ("import exchanged_tensors, table\n", "import exchanged_tensors, model_calls\n"),
+        ("bank import ChunkGraphs\n", "bank import ChunkGraphs, CpSizes\n"),
+        ("    limits: Optional[RankLimits] = None,\n", ""),
+        (
+            "        limits: With dynamic context parallelism, the ranks that share micro-batches: "
+            "a bank of\n            graphs, one for each size, is created, which needs the process "
+            "groups, a collective over\n"
+            "            all ranks. None: micro-batches have one size.\n",
+            "",
+        ),
+        (
+            '        model = get_attr_wrapped_model(wrapper, "decoder", return_model_obj=True)\n'
+            "        sizes = sizes_of(model, limits)\n",
+            "        sizes = CpSizes()\n",
+        ),
+        (
+            "    table.apply(Feature.FUSED_ROTATION)\n    if torch.cuda.is_available():\n"
+            "        table.apply(Feature.PEAK_MEMORY)\n",
+            "",
+        ),
+        (
+            'call install() before the "\n            "model is built',
+            "set offload_engine=slipstream",
+        ),
+    ),
     "integration.layers.layer_parts": (
         (
             '    if part in ("mlp", "moe_act") and has_tiles(layer.mlp):\n'
@@ -157,11 +197,6 @@ REWORD = {
             '(mlp_sequence_tiles)"\n',
             "",
         ),
-    ),
-    "integration.layers.layer_settings": (
-        ("graphs_of(model.decoder) is not None", "False"),
-        ("    of_chunks = (graphs_of(_language_model(chunk).decoder) for chunk in chunks)\n", ""),
-        (" or any(graphs and graphs.is_captured for graphs in of_chunks)", ""),
     ),
     "integration.packed.batch_group": ((" in a patched tree", ""),),
     "integration.packed.dynamic_batches": (
@@ -175,6 +210,16 @@ REWORD = {
     "integration.seam.manager": (
         ("1, build the model ", "1, or leave the modules that "),
         (f'"from {PACKAGE}.with_graph_offloading(spec), or leave the modules that "', ""),
+    ),
+    "options.chunk_graphs": (
+        (
+            "Slipstream captures chunks itself, instead of megatron-core's graphs",
+            "chunks are captured in place of what it names",
+        ),
+        (
+            "Slipstream does not yet know when the dispatcher's memory is ready to be captured",
+            "it is not known when the dispatcher's memory is ready to be captured",
+        ),
     ),
     "options.context_parallel": (
         (
@@ -360,7 +405,8 @@ def _instead(file: str) -> str:
         return ""
     text = (NEW_TEXT / file).read_text()
     first = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
-    return "".join(text.splitlines(keepends=True)[first.lineno - 1 :])
+    line = min([first.lineno, *(decorator.lineno for decorator in first.decorator_list)])
+    return "".join(text.splitlines(keepends=True)[line - 1 :])
 
 
 def _statements(tree: ast.Module) -> Iterator[tuple[str, int, int]]:

@@ -14,6 +14,7 @@ _SUPPORT = ROOT / "tests" / "support"
 _FOLDERS = {
     "plan": f"{TESTS}/offload_plan",
     "fine_grained_activation_offload": f"{TESTS}/offload_engine",
+    "graphs": f"{TESTS}/offload_engine",
     "integration": f"{TESTS}/offload_engine",
 }
 _NOT_THERE = ("hypothesis", "rich", "tools", "benchmarks")

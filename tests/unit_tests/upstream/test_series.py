@@ -28,6 +28,7 @@ GUIDE = ROOT / "docs" / "design" / "upstream.md"
 FAST = (
     *("test_padded_routing.py", "test_config_fields.py", "test_bit_equality.py"),
     *("test_layer_graphs.py", "test_packed_sequences.py", "test_dynamic_context_parallel.py"),
+    "test_chunk_graphs.py",
     *("test_memory_budget.py", "test_sync_free_experts.py"),
 )
 SCRIPT = '''\
@@ -139,7 +140,7 @@ def test_losses_gradients_and_plans_are_those_of_the_plugin(
     ]
     assert [process.wait(300) for process in started] == [0, 0]
     plugin, tree = map(torch.load, runs)
-    assert list(plugin) == list(tree) == ["dense", "moe", "hybrid", "packed"]
+    assert list(plugin) == list(tree) == ["dense", "moe", "hybrid", "packed", "chunk graphs"]
     for kind, (tensors, plan, moved) in plugin.items():
         assert all(map(torch.equal, tensors, tree[kind][0]))
         assert plan == tree[kind][1]

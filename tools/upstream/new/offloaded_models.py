@@ -52,6 +52,14 @@ def build(kind: str, offload_modules: Sequence[str] = (), **options: Any) -> Any
     return model.cuda() if has_gpu else model
 
 
+def wrap(model: Any) -> Any:  # since chunks
+    """Wrap a model for data parallelism, with gradients in memory that stays."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return DistributedDataParallel(model.config, options, model)
+
+
 def initialize() -> None:
     """Install the shims and create the process groups, unless they are there."""
     install_cpu_shims()
@@ -189,9 +197,12 @@ def train(
     results = []
     for step in range(num_steps):
         before(step)
+        if hasattr(model, "zero_grad_buffer"):
+            model.zero_grad_buffer()  # A wrapped model; chunk graphs are captured here.
         model.zero_grad(set_to_none=True)
         found = _run(model, batches(step))
-        found += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = (getattr(one, "main_grad", one.grad) for one in model.parameters())
+        found += [gradient for gradient in gradients if gradient is not None]
         results += [torch.from_numpy(tensor.float().cpu().numpy().copy()) for tensor in found]
     return results
 

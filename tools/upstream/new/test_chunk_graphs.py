@@ -1,0 +1,108 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Graphs of whole chunks change no bit. Without a GPU a replay runs the chunk again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel.offload_engine.select import deselect, select
+from offloaded_models import MODULES, build, finish, packs, rows, train, wrap
+
+from megatron.slipstream.integration.graphs.chunks import (
+    close_graphs,
+    graphs_of,
+    replay_chunks,
+    replays_chunks,
+)
+from megatron.slipstream.options.fields import OffloadConfig
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="compares with a chunk that a replay runs again"
+)
+ON = {"cuda_graph_granularity": "chunk", "cuda_graph_warmup_steps": 2}
+OFFLOADING = {"offload_backend": "cpu-lazy", "offload_native": "off"}
+STATIC = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
+"""Experts whose shapes do not depend on the routing."""
+NUM_STEPS = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shims_are_undone() -> Iterator[None]:
+    yield
+    finish()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    close_graphs()
+    deselect()
+
+
+def same(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
+    equal = (torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    return all(equal)
+
+
+@pytest.mark.parametrize("offloads", [False, True], ids=["stays", "moves"])
+@pytest.mark.parametrize(
+    ("kind", "batches"),
+    [("dense", rows), ("moe", rows), ("hybrid", rows), ("moe", packs)],
+    ids=["dense", "moe", "hybrid", "packed"],
+)
+def test_graphs_of_chunks_change_no_bit(kind: str, batches: Any, offloads: bool) -> None:
+    options = {} if kind == "dense" else STATIC
+    expected = train(wrap(build(kind, **options)), NUM_STEPS, batches=batches)
+    if offloads:
+        select(OffloadConfig(**OFFLOADING))
+        options = {**options, **OFFLOADING, "offload_engine": "slipstream"}
+    model = wrap(build(kind, MODULES[kind] if offloads else (), **options, **ON))
+    (graphs,) = replay_chunks([model], ON["cuda_graph_warmup_steps"])
+    found = train(model, NUM_STEPS, batches=batches)
+    assert same(expected, found)
+    assert graphs.num_replays == 2 * (NUM_STEPS - ON["cuda_graph_warmup_steps"])
+    chunks = [one.chunk for one in graphs.of_size.values()]
+    assert all((chunk.offloading is not None) == offloads for chunk in chunks)
+    assert not offloads or all(chunk.offloading.moved_bytes > 0 for chunk in chunks)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+def test_the_training_loop_replays_chunks_if_the_field_says_so(granularity: str) -> None:
+    seen = []
+
+    @replays_chunks
+    def loop(forward_step: None, models: list[Any], num_steps: int) -> list[torch.Tensor]:
+        seen.append(graphs_of(models[0].module.decoder))
+        return train(models[0], num_steps)
+
+    options = {**OFFLOADING, **ON, "offload_engine": "slipstream"}
+    options["cuda_graph_granularity"] = granularity
+    model = wrap(build("dense", MODULES["dense"], **options))
+    found = loop(None, [model], NUM_STEPS)
+    assert same(train(wrap(build("dense")), NUM_STEPS), found)
+    assert (seen[0] is not None) == (granularity == "chunk")
+    assert graphs_of(model.module.decoder) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        ("moe", {}, "moe_token_dispatcher_type=alltoall"),
+        ("dense", {"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps"),
+        (
+            "dense",
+            {"hidden_dropout": 0.1, "recompute_granularity": "full"},
+            "recompute_granularity",
+        ),
+    ],
+)
+def test_what_has_no_static_shape_is_an_error(kind: str, options: Any, name: str) -> None:
+    if "recompute_granularity" in options:
+        options |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    model = wrap(build(kind, **options, **ON))
+    with pytest.raises(ValueError, match=name):
+        replay_chunks([model], 1)
