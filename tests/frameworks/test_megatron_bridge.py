@@ -31,6 +31,9 @@ from tiny_gpt import ModelCase, first_difference, initialize, train
 from megatron.slipstream.options import preflight
 
 skip_without("megatron.bridge", "transformer_engine")
+# Once, for all the processes that are forked from this one.
+importlib.import_module("megatron.bridge.models.gpt_provider")
+importlib.import_module("megatron.bridge.training.config")
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -34,6 +34,8 @@ from tiny_gpt import ModelCase, first_difference, initialize, train
 from megatron.slipstream import to_transformer_overrides
 
 skip_without("swift", "mcore_bridge", "transformer_engine")
+# Once, for all the processes that are forked from this one: with the CPU shims it does not import.
+importlib.import_module("swift.megatron.pipelines.train.sft")
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -99,12 +101,6 @@ def _hf_config() -> Any:
     )
 
 
-def _initialize() -> None:
-    """Import its modules first: they do not import with the CPU shims."""
-    importlib.import_module("swift.megatron.model.utils")
-    initialize(CASE)
-
-
 def _config(extra: dict[str, Any], **arguments: Any) -> Any:
     """ms-swift's parsed arguments, only those that matter here."""
     from swift.megatron.model.utils import get_mcore_model_config
@@ -131,7 +127,7 @@ def _config(extra: dict[str, Any], **arguments: Any) -> Any:
 
 
 def _configs(rank: int, world_size: int, port: int) -> list[Any]:
-    _initialize()
+    initialize(CASE)
     given = {name: getattr(_config(OPTIONS), name) for name in OPTIONS}
     with pytest.raises(TypeError, match="offload_module'"):
         _config({"offload_module": ["core_attn"]})
@@ -150,7 +146,7 @@ def test_the_options_arrive_and_empty_lists_of_arguments_do_not() -> None:
 
 def _train(rank: int, world_size: int, port: int) -> list[int]:
     """Trains mcore-bridge's model. Returns the bytes that move with and without install()."""
-    _initialize()
+    initialize(CASE)
     from mcore_bridge.model.gpt_model import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -287,5 +283,4 @@ def _sft(rank: int, world_size: int, port: int, offloads: bool) -> Any:
 
 
 def test_sft_trains_the_same_and_logs_what_the_page_shows() -> None:
-    importlib.import_module("swift.megatron.pipelines.train.sft")
     check_training("ms-swift", _sft)
