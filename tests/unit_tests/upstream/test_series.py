@@ -102,6 +102,7 @@ def test_each_commit_is_made_and_few_lines_of_megatron_change(
     assert 0 < lines <= command.MAX_EDITED_LINES
 
 
+@pytest.mark.timeout(600)  # Half a minute of processors that are its own.
 def test_the_tests_of_the_series_pass_in_the_patched_tree(
     checkout: Path, series: list[Made]
 ) -> None:
