@@ -7,7 +7,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,17 +108,23 @@ def summed(model: Any, batches: Iterator[dict[str, Any]]) -> list[torch.Tensor]:
     return [total, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def on_two_ranks(function: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
-    """The results of a function on two ranks that are forked."""
-    context = multiprocessing.get_context("fork")
-    files = [folder / f"result{rank}" for rank in range(2)]
-    targets = [(function, rank, folder, files[rank], arguments) for rank in range(2)]
-    processes = [context.Process(target=_on_rank, args=target) for target in targets]
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any, Any]]:
+    """What each of two ranks has trained, trained with offloading, and read.
+
+    They are new processes: one that is forked would hang in what earlier tests have started.
+    """
+    folder = tmp_path_factory.mktemp("ranks")
+    written = [np.append(text, END_OF_DOCUMENT).astype(np.uint16) for text in texts() * 8]
+    write_corpus(folder, written)
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_on_rank, args=(rank, folder)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(300)
         process.kill()
+    files = [folder / f"result{rank}" for rank in range(2)]
     results = [torch.load(file, weights_only=False) for file in files if file.exists()]
     errors = [result for result in results if isinstance(result, str)]
     assert len(results) == 2, f"a rank has no result: {errors}"
@@ -126,9 +132,8 @@ def on_two_ranks(function: Callable[..., Any], folder: Path, *arguments: Any) ->
     return results
 
 
-def _on_rank(
-    function: Callable[..., Any], rank: int, folder: Path, file: Path, arguments: tuple[Any, ...]
-) -> None:
+def _on_rank(rank: int, folder: Path) -> None:
+    result: Any
     try:
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
@@ -138,10 +143,10 @@ def _on_rank(
         from megatron.slipstream.integration.cpu.gathering_attention import GatheringCoreAttention
 
         cpu_modules.LatentCoreAttention = GatheringCoreAttention  # in this process
-        result = function(rank, *arguments)
+        result = (_train_both(rank), _train_offloading(rank), _read(rank, folder))
     except Exception:
         result = traceback.format_exc()
-    torch.save(result, file)
+    torch.save(result, folder / f"result{rank}")
 
 
 def _train_both(rank: int) -> list[list[Any]]:
@@ -153,8 +158,8 @@ def _train_both(rank: int) -> list[list[Any]]:
     return results
 
 
-def test_documents_train_alike_in_groups_of_any_size(tmp_path: Path) -> None:
-    for expected, found, recomputed in on_two_ranks(_train_both, tmp_path):
+def test_documents_train_alike_in_groups_of_any_size(ranks: list[Any]) -> None:
+    for (expected, found, recomputed), _, _ in ranks:
         assert all(map(torch.equal, found, recomputed))
         torch.testing.assert_close(found[0], expected[0], rtol=TOLERANCE, atol=0)
         largest = max(float(gradient.abs().max()) for gradient in expected[1:])
@@ -175,8 +180,8 @@ def _train_offloading(rank: int) -> tuple[list[Any], list[Any], int]:
     return expected, found, moved
 
 
-def test_offloading_changes_no_bit(tmp_path: Path) -> None:
-    for expected, found, moved in on_two_ranks(_train_offloading, tmp_path):
+def test_offloading_changes_no_bit(ranks: list[Any]) -> None:
+    for _, (expected, found, moved), _ in ranks:
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         assert moved > 0
 
@@ -231,13 +236,11 @@ def _read(rank: int, folder: Path) -> list[tuple[int, list[int], int]]:
     return found
 
 
-def test_training_reads_each_document_in_a_group_that_holds_it(tmp_path: Path) -> None:
-    written = [np.append(text, END_OF_DOCUMENT).astype(np.uint16) for text in texts() * 8]
-    write_corpus(tmp_path, written)
-    first, second = on_two_ranks(_read, tmp_path, tmp_path)
+def test_training_reads_each_document_in_a_group_that_holds_it(ranks: list[Any]) -> None:
+    (_, _, first), (_, _, second) = ranks
     assert [size for size, _ in first] == [size for size, _ in second]
     assert {size for size, _ in first} == {1, 2}
-    short = {tuple(text[:-1]) for text in written if len(text) <= 32}
+    short = {tuple(text) for text in texts() if len(text) <= 32}
     read = [tokens for size, tokens in (*first, *second) if size == 1]
     assert any(tuple(tokens[: len(words)]) == words for tokens in read for words in short)
 
