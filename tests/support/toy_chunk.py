@@ -193,6 +193,8 @@ class Training:
             )
 
     def _run(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        if hidden.is_leaf:
+            assert hidden.grad is None, "a captured backward would add to it in each replay"
         if self.sizes is not None:
             arguments = {"scale": arguments["table"][-TOKENS:] / arguments["size"]}
         output: torch.Tensor = self.module(hidden, **arguments)
