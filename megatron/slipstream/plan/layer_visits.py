@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Optional
 
+from megatron.slipstream.plan.assignments import shortest
 from megatron.slipstream.plan.settings import WHOLE, Assignment, LayerSetting
 from megatron.slipstream.plan.templates import (
     ONE_GROUP,
@@ -61,6 +62,9 @@ class Boundary(NamedTuple):
     """The peak since the previous boundary."""
     ms: Optional[float] = None
     """Time since the previous boundary; None if it was not measured."""
+    rerun_bytes: int = 0
+    """At GRADIENT, by how much the layer's forward, run again after it as a whole, has raised what
+    is allocated; 0 if none was."""
 
 
 class RankLayer(NamedTuple):
@@ -101,6 +105,8 @@ class LayerVisits:
         """The passes of the last iteration, with the most that each needed beside its templates."""
         self._measured: dict[_Key, _Measured] = {}
         self._movable: dict[tuple[str, LayerSetting], int] = {}
+        self._rerun: dict[str, int] = {}
+        """By kind, the most that a whole layer's forward has left when it ran again."""
 
     def is_measured(self, kind: str, setting: LayerSetting) -> bool:
         """Return whether layers of this kind have run with this setting."""
@@ -110,9 +116,22 @@ class LayerVisits:
         """Return what one micro-batch holds of such a layer until its backward."""
         return max(0, self._measured["F", kind, setting].net_bytes)
 
-    def backward_bytes(self, kind: str, setting: LayerSetting) -> int:
-        """Return by how much backward of such a layer raises memory, recomputation included."""
-        return max(0, self._measured["B", kind, setting].peak_bytes)
+    def most_bytes(self, assignment: Assignment) -> int:
+        """Return the most that activations of an iteration need at once if nothing moves.
+
+        Args:
+            assignment: The settings of its layers; each kind has run with its most frugal one.
+        """
+        used: dict[str, set[LayerSetting]] = {}
+        for layer, setting in zip(self.layers, assignment, strict=True):
+            used.setdefault(layer.kind, set()).add(setting)
+        templates = {
+            kind: {one: self._template_or_bound(kind, one) for one in settings}
+            for kind, settings in used.items()
+        }
+        schedule = shortest(self.schedule)
+        rank = RankTemplates(templates, tuple(self._chunks()), schedule, None)
+        return max(item.peak_bytes for item in rank.compose(assignment, marks_all=True).memory)
 
     def saved_bytes(
         self, layer: RankLayer, setting: LayerSetting, moved_bytes: int
@@ -136,15 +155,6 @@ class LayerVisits:
             return None
         ms, least_ms = (self._work_of(layer.kind, one)[1].ms for one in (setting, least))
         return None if ms is None or least_ms is None else ms - least_ms
-
-    @property
-    def num_in_flight(self) -> int:
-        """The most micro-batches of one chunk that await their backward at once."""
-        most, now = 0, dict.fromkeys({one.vp_stage for one in self.schedule}, 0)
-        for one in self.schedule:
-            now[one.vp_stage] += 1 if one.direction == "F" else -1
-            most = max(most, now[one.vp_stage])
-        return most
 
     # An iteration.
 
@@ -172,6 +182,9 @@ class LayerVisits:
                 net = int((end.nbytes - begin.nbytes) * scale)
                 work = Work(0.0, net, int((end.peak_bytes - begin.nbytes) * scale))
                 found.setdefault(key, []).append((work, end.ms))
+            if begin.rerun_bytes > 0:
+                kind, rerun = self.layers[begin.layer].kind, int(begin.rerun_bytes * scale)
+                self._rerun[kind] = max(self._rerun.get(kind, 0), rerun)
         for key, works in found.items():
             self._note(key, works, has_memory=bool(movable_bytes))
         passes = list(_schedule(boundaries, self.layers))
@@ -265,6 +278,7 @@ class LayerVisits:
         for one in self._measured.values():
             one.net_bytes = int(one.net_bytes * factor)
             one.peak_bytes = int(one.peak_bytes * factor)
+        self._rerun = {kind: int(nbytes * factor) for kind, nbytes in self._rerun.items()}
         extra = [int(one.extra_bytes * factor) for one in self.schedule]
         self._set_schedule(self.schedule, extra)
 
@@ -277,6 +291,7 @@ class LayerVisits:
             one = self._measured[key]
             values += [one.net_bytes, one.peak_bytes, -1.0 if one.ms is None else one.ms]
         values += [-self._movable[key] for key in sorted(self._movable, key=repr)]
+        values += [self._rerun[kind] for kind in sorted(self._rerun)]
         return values + [one.extra_bytes for one in self.schedule]
 
     def take(self, numbers: Iterable[float]) -> None:
@@ -287,6 +302,8 @@ class LayerVisits:
             self._measured[key] = _Measured(int(net), int(peak), None if ms < 0 else ms)
         for name in sorted(self._movable, key=repr):
             self._movable[name] = -int(next(left))
+        for kind in sorted(self._rerun):
+            self._rerun[kind] = int(next(left))
         self._set_schedule(self.schedule, map(int, left))
 
     # Templates.
@@ -321,6 +338,18 @@ class LayerVisits:
             (TemplateGroup(ONE_GROUP),),
             (TemplateStorage(movable, (0,)),) if movable else (),
         )
+
+    def _template_or_bound(self, kind: str, setting: LayerSetting) -> Template:
+        """Return a template that needs no less memory than such layers with a setting."""
+        if self.is_measured(kind, setting):
+            return self._template(kind, setting)
+        frugal, *_, least = next(one.settings for one in self.layers if one.kind == kind)
+        kept, again = self.held_bytes(kind, frugal), self._measured["B", kind, frugal].peak_bytes
+        held, most = kept + min(again, self._rerun.get(kind, again)), kept + again
+        ahead = most
+        if self.is_measured(kind, least):
+            held, ahead = self.held_bytes(kind, least), self._measured["F", kind, least].peak_bytes
+        return Template((Work(0.0, held, max(held, ahead)),), (Work(0.0, -held, most - held),))
 
     def _work_of(self, kind: str, setting: LayerSetting) -> tuple[_Measured, _Measured]:
         """Return the work in forward, and in backward, with times as settings can differ.

@@ -7,9 +7,10 @@ settings, as far as what is known so far says that they fit. From the measuremen
 the assignment is chosen, and once more when its times are known.
 
 [Note: Why it stays below the limit]
-An iteration with an untried setting is bounded by the measured peak of the frugal one, plus, for
-each layer that tries, the most that it can hold: no more than the frugal setting's backward, which
-recomputes all of it. A chosen assignment is predicted twice, as it is planned and as the first
+An iteration with untried settings is bounded by what is composed with a bound for each layer that
+tries: it holds no more than its forward leaves when the frugal setting's backward runs it again,
+and its own backward needs no more memory than that one. So what it holds counts in backward of
+later layers only. A chosen assignment is predicted twice, as it is planned and as the first
 iteration with it runs, in which everything moves by count; both must be below the limit by a
 margin. If an iteration needs more than was composed or predicted, later predictions are raised by
 the difference.
@@ -18,6 +19,7 @@ the difference.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Optional
 
@@ -211,8 +213,7 @@ class Relaxation:
             raise NothingFitsError(self._frugal_bytes, allowed)
 
     def _try_or_choose(self, limits: Limits) -> Assignment:
-        allowed = limits.device_bytes - limits.resident_bytes
-        trial = self._next_trial(allowed) if self._num_choices == 0 else None
+        trial = self._next_trial(limits) if self._num_choices == 0 else None
         if trial is not None:
             self._num_trials += 1
             self.assignment, self.stage = trial, Stage.RECORDED
@@ -234,40 +235,38 @@ class Relaxation:
 
     # Trials.
 
-    def _next_trial(self, allowed: int) -> Optional[Assignment]:
+    def _next_trial(self, limits: Limits) -> Optional[Assignment]:
         """Return an assignment in which layers try settings; None if there is no other to try."""
         if self._num_trials == MAX_TRIALS:
             return None
-        assignment, left = list(self.frugal), allowed - self._frugal_bytes
+        visits, trial = self.visits, self.frugal
+        left_by_earlier = limits.base_bytes - limits.resident_bytes
+        # What the frugal iteration needed beyond what is composed for it, any other may need, too.
+        beside = max(left_by_earlier, self._frugal_bytes - visits.most_bytes(trial))
+        allowed = (1 - MARGIN) * (limits.device_bytes - limits.resident_bytes) - beside
         for index, setting in self._untried():
-            layer = self.visits.layers[index]
-            needed = self.visits.num_in_flight * self._most_held(layer)
-            if needed <= left and setting is not None:
-                assignment[index] = setting
-                left -= needed
-        trial = tuple(assignment)
+            other = (*trial[:index], setting, *trial[index + 1 :])
+            if visits.most_bytes(other) <= allowed:
+                trial = other
         return None if trial == self.frugal else trial
 
     def _untried(self) -> Iterator[tuple[int, LayerSetting]]:
-        """Yield a layer for each setting that its kind has not tried, the latest layers first."""
-        layers = self.visits.layers
+        """Yield a layer for each setting that its kind has not tried, the latest layers first.
+
+        Each kind has one setting before any has two, and kinds that have tried least come first.
+        """
+        layers, of_kinds = self.visits.layers, []
         for kind in dict.fromkeys(layer.kind for layer in layers):
             indices = [index for index, layer in enumerate(layers) if layer.kind == kind]
-            untried = [
-                setting
-                for setting in _worth_trying(layers[indices[0]].settings)
-                if not self.visits.is_measured(kind, setting)
-            ]
+            worth = _worth_trying(layers[indices[0]].settings)
+            untried = [one for one in worth if not self.visits.is_measured(kind, one)]
             # The last layer of a pass may not move, and the first one's input lingers.
             places = [*reversed(indices[1:-1]), *indices[-1:], *indices[:1]]
-            yield from zip(dict.fromkeys(places), untried, strict=False)
-
-    def _most_held(self, layer: RankLayer) -> int:
-        """Return the most bytes that such a layer holds for a micro-batch, at any setting."""
-        least = layer.settings[-1]
-        if self.visits.is_measured(layer.kind, least):
-            return self.visits.held_bytes(layer.kind, least)
-        return self.visits.backward_bytes(layer.kind, layer.settings[0])
+            pairs = list(zip(dict.fromkeys(places), untried, strict=False))
+            of_kinds.append((len(worth) - len(untried), pairs))
+        of_kinds.sort(key=lambda item: item[0])
+        for found in itertools.zip_longest(*(pairs for _, pairs in of_kinds)):
+            yield from filter(None, found)
 
     # The choice.
 

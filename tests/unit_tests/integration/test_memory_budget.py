@@ -46,6 +46,8 @@ MAX_UNTIL_SETTLED = 11
 def _runs(case: ModelCase) -> dict[str, Run]:
     """Trainings of one rank, in one process."""
     runs = {str(budget): Run(case, budget) for budget in (0.8, 0.5)}
+    if case is HYBRID:
+        runs["0.9"] = Run(case, 0.9)
     if case is DENSE:
         runs["nothing fits"] = Run(case, 0.05)
         runs["evaluated"] = Run(case, 0.5, evaluated_sequences=8)
@@ -130,12 +132,16 @@ def test_training_is_bitwise_that_without_and_never_above_the_budget(
 
 
 def test_the_layers_of_a_pattern_have_each_its_own_setting(trained: Any) -> None:
-    result = trained(HYBRID, "0.8")
+    result = trained(HYBRID, "0.9")
+    _check(result)
     assert result.kinds == ("attention", "dense mlp", "attention", "moe mlp")
     assert len({*result.assignments[-1]}) > 1
-    tried = {setting for each in result.assignments for setting in each[::2]}
-    assert NOTHING in tried
-    assert any("core_attn" in setting for setting in tried)
+    for kind in result.kinds:
+        places = [place for place, one in enumerate(result.kinds) if one == kind]
+        tried = {each[place] for each in result.assignments for place in places}
+        assert {WHOLE, NOTHING} < tried or len(places) == 1
+        assert NOTHING in tried
+        assert kind != "attention" or any("core_attn" in setting for setting in tried)
 
 
 def offered_by_a_pattern(rank: int, world_size: int, port: int) -> dict[str, set[str]]:
@@ -215,7 +221,9 @@ def test_evaluation_before_and_between_iterations_ends_none(trained: Any, name: 
     result = trained(DENSE, name)
     _check(result)
     assert set(result.assignments[-1]) != {WHOLE}
-    assert result.warnings == [] or name != "evaluated"
+    # On a CPU, whatever moves does so without times, which a warning says.
+    others = [text for text in result.warnings if "there are no times" not in text]
+    assert others == [] or name != "evaluated"
 
 
 def test_the_stages_of_a_pipeline_have_each_its_own() -> None:

@@ -123,6 +123,8 @@ class Machine:
                 again = most[index] - held[index]
                 ms = (20.0 + 10.0 * again / most[index]) * slower
                 come(Place.GRADIENT, index, -held[index], again + self.transient, ms)
+                if again:
+                    found[-1] = found[-1]._replace(rerun_bytes=again)
             come(Place.INPUT_GRADIENT, -1, -self.outside - freed, 0, 1.0)
         found.append(Boundary(Place.END, -1, -1, now))
         timed = [
@@ -235,9 +237,22 @@ def test_the_numbers_of_another_rank_replace_those_measured() -> None:
 def test_several_micro_batches_in_flight_are_counted(passes: str) -> None:
     machine = replace(next(machines(1)), passes=passes)
     relaxation, needed = relax(machine, 2 * frugal_bytes(machine))
-    assert relaxation.visits.num_in_flight == 3
+    assert "".join(one.direction for one in relaxation.visits.schedule) == passes
     assert not any(one.extra_bytes for one in relaxation.visits.schedule)
     assert max([*needed, machine.run(relaxation)[1]]) <= 2 * frugal_bytes(machine)
+
+
+def test_each_of_few_layers_tries_a_setting_though_backward_needs_much() -> None:
+    """As in the layers of a hybrid pattern: what they hold is little beside their backward."""
+    kinds = ("attention", "mlp", "attention", "moe")
+    sizes = zip(SETTINGS, (100, 300, 500, 700, 1000), strict=True)
+    held = {(kind, setting): nbytes for setting, nbytes in sizes for kind in kinds}
+    machine = Machine([RankLayer(kind, 0, SETTINGS) for kind in kinds], held, 3000, 500)
+    allowed = int(1.5 * frugal_bytes(machine))
+    relaxation, needed = relax(machine, allowed)
+    assert max([*needed, machine.run(relaxation)[1]]) <= allowed
+    assert all(relaxation.visits.is_measured(kind, NOTHING) for kind in kinds)
+    assert relaxation.assignment.count(NOTHING) == 3
 
 
 @pytest.mark.parametrize("num_kept", [3, 4])

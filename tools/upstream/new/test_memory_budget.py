@@ -67,7 +67,7 @@ def test_a_budget_changes_no_bit_and_is_kept(kind: str) -> None:
     assert manager.budget.is_settled
     assert manager.budget.activation_bytes <= budget_bytes
     settings = {layer.setting for layer in manager.report.layers}
-    assert settings > {"keep", "layer"}
+    assert len(settings) > 2, settings
 
 
 def test_inputs_of_checkpoints_move() -> None:

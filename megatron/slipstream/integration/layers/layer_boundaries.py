@@ -16,6 +16,7 @@ from typing import Any, Optional
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.patches.model_calls import tensors_in
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.layer_visits import Boundary, Place, RankLayer
@@ -70,6 +71,7 @@ class LayerBoundaries:
             self._undo += [
                 module.register_forward_pre_hook(partial(enter, index), with_kwargs=True).remove,
                 module.register_forward_hook(partial(leave, index)).remove,
+                layer_settings.watch_reruns(module, partial(weakly(self._after_rerun), index)),
             ]
 
     def stop(self) -> None:
@@ -117,6 +119,15 @@ class LayerBoundaries:
         self._found.append(Boundary(place, chunk, layer, nbytes, max(self._peak, nbytes)))
         self._events.append(backend.timed_event(backend.current_stream()))
         self._peak = 0
+
+    def _after_rerun(self, layer: int) -> None:
+        """Note what a layer's forward has left that ran again as a whole."""
+        if not (self.is_on and self.has_memory and self._found):
+            return
+        last, reading = self._found[-1], self._engine.store.backend.memory()
+        if reading is not None and (last.place, last.layer) == (Place.GRADIENT, layer):
+            nbytes = reading[0] + self._absent - self._gradient_bytes
+            self._found[-1] = last._replace(rerun_bytes=nbytes - last.nbytes)
 
     def before_mark(self) -> None:
         """Note the peak so far: a mark's actions are about to change what is on the device."""

@@ -285,6 +285,24 @@ def _tell_engine(chunks: Sequence[torch.nn.Module], assignment: Assignment) -> N
     manager.router.manager_of(models[0]).engine.change_assignment(assignment)
 
 
+def watch_reruns(layer: torch.nn.Module, note: Callable[[], None]) -> Callable[[], None]:
+    """Call ``note`` whenever backward has run a layer's forward again as a whole, by its setting.
+
+    Returns:
+        A function that undoes it.
+    """
+    _notes[layer] = note
+
+    def undo() -> None:
+        _notes.pop(layer, None)
+
+    return undo
+
+
+_notes: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
+"""What :func:`watch_reruns` calls."""
+
+
 # What is measured on one layer of a kind holds for all others.
 
 
@@ -366,7 +384,10 @@ class RecomputedMixin(torch.nn.Module):
 
         def run_again(*tensors: torch.Tensor) -> Any:
             given = {**values, **dict(zip(names, tensors, strict=True))}
-            return run(*(given.pop(place) for place in range(num_positional)), **given)
+            output = run(*(given.pop(place) for place in range(num_positional)), **given)
+            if torch.is_grad_enabled() and self in _notes:
+                _notes[self]()
+            return output
 
         is_divided = self.config.distribute_saved_activations
         return tensor_parallel.checkpoint(run_again, is_divided, *inputs)
