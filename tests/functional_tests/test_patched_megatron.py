@@ -32,6 +32,7 @@ from functional_cases import (
     load_jobs,
     return_to_half_way,
 )
+from patched_tree import run_tests
 
 from megatron.slipstream.integration.entry.arguments import defaults_of_machine
 from megatron.slipstream.launcher import free_port
@@ -54,10 +55,6 @@ TOKENIZER = "--tokenizer-json"
 """Our flag for the sizes of a tokenizer, which Megatron has flags for."""
 OWN_FLAGS = {f"--{field.name.replace('_', '-')}" for group, _ in GROUPS for field in fields(group)}
 CASES = [job for job in load_jobs() if job.platform == "cpu"]
-WITHOUT_PLUGIN = (
-    "import sys; sys.modules['megatron.slipstream'] = None; import pytest; "
-    "sys.exit(pytest.main(sys.argv[1:]))"
-)
 pytestmark = pytest.mark.timeout(3600)
 
 
@@ -102,18 +99,7 @@ def test_tests_of_the_series_and_of_the_builtin_engine_pass(trees: dict[str, Tre
     root = trees["patched"].script.parent
     new = (f"{folder}/{name}" for name, folder in TEST_PLACES.items())
     ours = (f"{TESTS}/offload_{room}" for room in ("engine", "plan"))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", WITHOUT_PLUGIN, "-q", "-W", "ignore", "-p", "no:cacheprovider"),
-            *("-c", os.devnull, "--rootdir", str(root), "--confcutdir", f"{TESTS}/offload_engine"),
-            *(BUILTIN_TESTS, *new, *ours),
-        ],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_tests(root, BUILTIN_TESTS, *new, *ours)
     print(done.stdout[-200:])
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
 

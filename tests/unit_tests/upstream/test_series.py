@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patched_tree import run_tests
 
 from megatron.slipstream.patches import table
 from tools.upstream import __main__ as command
@@ -56,10 +57,6 @@ def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None
     config = core_gpt_dataset_config_from_args(get_args())
     return config, train_val_test_num_samples
 '''
-WITHOUT_PLUGIN = (
-    "import sys; sys.modules['megatron.slipstream'] = None; import pytest; "
-    "sys.exit(pytest.main(sys.argv[1:]))"
-)
 
 
 @pytest.fixture(scope="module")
@@ -108,17 +105,8 @@ def test_the_tests_of_the_series_pass_in_the_patched_tree(
 ) -> None:
     del series
     folder = f"{TESTS}/offload_engine"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", WITHOUT_PLUGIN, "-q", "-W", "ignore", "-p", "no:cacheprovider"),
-            *("-c", "/dev/null", "--rootdir", str(checkout), "--confcutdir", folder),
-            *("-k", "not auto", *(f"{TEST_PLACES.get(name, folder)}/{name}" for name in FAST)),
-        ],
-        cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
+    done = run_tests(
+        checkout, "-k", "not auto", *(f"{TEST_PLACES.get(name, folder)}/{name}" for name in FAST)
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
