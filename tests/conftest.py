@@ -218,6 +218,17 @@ def _engine_is_uninstalled(_nothing_is_left_to_forks: None) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _attention_backend_is_open() -> Iterator[None]:
+    """Remove megatron-core's variables for a model's attention backend.
+
+    A later test's model may name another backend, which megatron-core refuses while they are set.
+    """
+    yield
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
 def _messages_as_they_were() -> Iterator[None]:
     """Remove handlers that show messages to users: they would hide messages from later tests."""
     package = logging.getLogger("megatron.slipstream")

@@ -19,7 +19,7 @@ import pytest
 from gpu_models import DENSE, MIN_NUMEL, MLA, MOE, PLAN_TOLERANCE
 from model_case import GDN_MODULES, SHARED_EXPERTS
 from ranks import run_ranks
-from state_space_layers import OF_GPT
+from state_space_layers import LARGE, OF_GPT
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, Comparison, ModelCase, compare
 
 IS_WHOLE = os.environ.get("SLIPSTREAM_WHOLE_MATRIX") == "1"
@@ -193,7 +193,7 @@ def test_one_gpu(kind: str) -> None:
 
 @pytest.mark.gpu
 def test_gated_delta_net_on_a_gpu() -> None:
-    case = replace(GPU_CASES["dense"], overrides=OF_GPT)
+    case = replace(GPU_CASES["dense"], overrides={**OF_GPT, **LARGE})
     for pair in GATED_DELTA_NET_PAIRS:
         moved = tuple(name for name in pair.moved if name != "mlp_norm")  # fused by its linear
         if not moved:

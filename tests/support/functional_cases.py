@@ -81,8 +81,6 @@ _CPU_VARIABLES = {
     "OMP_NUM_THREADS": "1",
 }
 _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-_OF_A_MODEL = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""megatron-core sets them for its process, and other tests may have built models in this one."""
 _ITERATION = re.compile(r" iteration +(\d+)/ *\d+ \|.*?\| num zeros: ([\d.]+) \|")
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
@@ -286,8 +284,7 @@ def environment_of(job: Job, folder: Path) -> dict[str, str]:
         # The commands of a case use the same Python.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
-    others = {*_OF_A_LAUNCHER, *_OF_A_MODEL}
-    inherited = {name: text for name, text in os.environ.items() if name not in others}
+    inherited = {name: text for name, text in os.environ.items() if name not in _OF_A_LAUNCHER}
     environment = {**inherited, **variables, **job.config.ENV_VARS}
     return environment | (_CPU_VARIABLES if job.platform == "cpu" else {})
 

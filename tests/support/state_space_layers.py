@@ -223,7 +223,11 @@ def _gated_delta_rule(
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         *vectors, decay, beta = tensors
-        output = torch_rule(*vectors, g=decay, beta=beta, chunk_size=chunk_size)[0]
+        # By default megatron-core makes the state on the CPU, which a capture cannot copy.
+        batch_size, _, num_heads, value_size = vectors[2].shape
+        state = vectors[2].new_zeros(batch_size, num_heads, vectors[1].shape[-1], value_size)
+        options = {"chunk_size": chunk_size, "initial_state": state}
+        output = torch_rule(*vectors, g=decay, beta=beta, **options)[0]
         triangles = vectors[1].new_zeros(*beta.shape, RULE_CHUNK)
         return output, triangles
 
