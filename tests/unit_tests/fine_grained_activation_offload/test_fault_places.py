@@ -191,6 +191,25 @@ def test_a_buffer_of_copies_without_a_signal_is_not_reused_before_the_host_waits
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_of_an_unread_reload_is_kept_if_its_wait_fails(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without E6 other tensors could take memory that the copy is still writing."""
+    hand = HandDriven(backend)
+    group = hand.group()
+    saved = hand.save(group, torch.ones(1000))
+    hand.send(group)
+    hand.copy_in(group)
+    with monkeypatch.context() as patch:
+        patch.setattr(hand.backend, "wait", interrupt)
+        del saved
+    streams = hand.store.copy_streams
+    assert [memory.nbytes() for memory in streams._kept.values()] == [4000]
+    hand.store.recover()
+    assert not streams.keeps_memory
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "owner, method", [(saved_tensors_hooks, "__enter__"), (OffloadEngine, "leave")]
 )
