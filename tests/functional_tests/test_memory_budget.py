@@ -64,7 +64,9 @@ def test_with_room_to_spare_nothing_is_recomputed_and_nothing_moves() -> None:
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}], ids=str)
 def test_ranks_stay_within_it_together(sizes: dict[str, int]) -> None:
     case = replace(MOE if "ep" in sizes else DENSE, num_layers=4, **sizes)
-    results = [result for (result,) in run_ranks(2, train_within, _run(case, 0.7, (4,) * 16))]
+    # Of what the last stage's two layers hold, logits are so much that 0.79 is its least.
+    run = _run(case, 0.85 if "pp" in sizes else 0.7, (4,) * 16)
+    results = [result for (result,) in run_ranks(2, train_within, run)]
     for result in results:
         assert result.error == ""
         assert result.difference is None
