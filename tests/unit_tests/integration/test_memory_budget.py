@@ -37,7 +37,7 @@ from megatron.slipstream.plan.settings import NOTHING, WHOLE, describe_setting
 
 NORM = {"normalization": "LayerNorm"}
 """One operation, as Transformer Engine's norms are."""
-DENSE = ModelCase("dense", num_layers=6, overrides=NORM)
+DENSE = ModelCase("dense", num_layers=4, overrides=NORM)
 MIXED = ModelCase("mixed", num_layers=4, overrides=NORM)
 HYBRID = ModelCase("hybrid", num_layers=4, overrides=NORM)
 MAX_UNTIL_SETTLED = 11
@@ -52,11 +52,11 @@ def _runs(case: ModelCase) -> dict[str, Run]:
         runs["nothing fits"] = Run(case, 0.05)
         runs["evaluated"] = Run(case, 0.5, evaluated_sequences=8)
         runs["evaluated with gradients"] = replace(runs["evaluated"], has_gradients=True)
-        runs["room to spare"] = Run(case, 1.5, (2,) * 8)
-        runs["late state"] = Run(case, 0.9, (2,) * 13, late=(10, 0.25))
+        runs["room to spare"] = Run(replace(case, num_layers=6), 1.5, (2,) * 8)
+        runs["late state"] = Run(case, 0.9, (1,) * 13, late=(10, 0.25))
         runs["other numbers"] = Run(case, 0.5, (2, 3, 1, 2) * 3)
         for name, lengths in LENGTHS.items():
-            share = 0.9 if name == "longer for good" else 0.5
+            share = 0.9 if name == "longer for good" else 0.75
             runs[name] = Run(case, share, (2,) * len(lengths), lengths=lengths)
     return runs
 
@@ -161,7 +161,7 @@ def test_a_layer_of_a_pattern_offers_what_it_consists_of() -> None:
 
 
 def test_layers_that_only_slipstream_marks_are_kept_as_far_as_they_fit() -> None:
-    case = ModelCase("hybrid", num_layers=8, pattern="M", overrides={**NORM, **MAMBA})
+    case = ModelCase("hybrid", num_layers=4, pattern="M", overrides={**NORM, **MAMBA})
     (result,) = _train_together(Run(case, 0.8, modules=MAMBA_MODULES))
     _check(result)
     _check_report(result)
@@ -258,7 +258,7 @@ def test_where_nothing_fits_on_one_rank_all_raise_the_same_error(sizes: dict[str
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "ep": 2}], ids=str)
 def test_ranks_that_share_a_stage_choose_alike(sizes: dict[str, int]) -> None:
     """Otherwise one would wait for a collective of a recomputation that the other does not run."""
-    case = ModelCase("moe" if "ep" in sizes else "dense", num_layers=3, overrides=NORM, **sizes)
+    case = ModelCase("moe" if "ep" in sizes else "dense", num_layers=2, overrides=NORM, **sizes)
     results = _train_together(Run(case, 0.7))
     for result in results:
         _check(result)

@@ -359,7 +359,7 @@ def peak_bytes(case: ModelCase) -> int:
         return meter.peak_bytes - before
 
 
-FFN_SIZE, VOCAB_SIZE, NUM_TOKENS = 8192, 32768, 256
+FFN_SIZE, VOCAB_SIZE, NUM_TOKENS = 2048, 8192, 64
 
 
 def bytes_per_token(rank: int, num_ranks: int, port: int) -> dict[str, tuple[float, int]]:
@@ -367,7 +367,7 @@ def bytes_per_token(rank: int, num_ranks: int, port: int) -> dict[str, tuple[flo
     initialize(ModelCase(), rank, num_ranks, port)
     found: dict[str, tuple[float, int]] = {}
     for bf16 in (False, True):
-        small = ModelCase(num_layers=1, micro_batch_size=1, seq_length=NUM_TOKENS, bf16=bf16)
+        small = ModelCase(num_layers=1, micro_batch_size=1, seq_length=NUM_TOKENS, hidden_size=16, bf16=bf16)
         element_bytes = 2 if bf16 else 4
         for is_gated in (False, True):
             overrides = {"ffn_hidden_size": FFN_SIZE, "gated_linear_unit": is_gated}
