@@ -72,7 +72,7 @@ def train_all(rank: int, num_ranks: int, port: int) -> dict[tuple[str, Optional[
                 config = make_config(case, ("core_attn",))
             except (AssertionError, ValueError):
                 continue  # megatron-core refuses it
-            train(case, config, build_chunks(case, config), (2, 2))
+            train(case, config, build_chunks(case, config), (1,))
             moves = CHECKPOINT_INPUTS in install.report().ranks[0].modules
             said = [text for text in words.said if "offload_checkpoint_inputs" in text]
             pattern = case.pattern if kind == "hybrid" else None
