@@ -181,7 +181,7 @@ def try_all(
     initialize(case, rank, world_size, port)
     if case.ep > 1:  # Compiled sums round by the kernel chosen for the first number of tokens.
         torch.compiler.set_stance("force_eager")
-    counts = (2 * case.pp,)
+    counts = (case.pp,)
     chunks = build_chunks(case, make_config(case))
     plain = [[t.clone() for t in step] for step in train_steps(case, None, chunks, counts)]
     if modules:

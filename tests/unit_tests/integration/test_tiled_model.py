@@ -192,7 +192,7 @@ def test_with_the_engine_on_all_is_bitwise_the_same_and_inputs_of_mlps_move(
 def test_pipelines_are_bitwise_the_same_with_the_engine_on() -> None:
     case = ModelCase("mixed", num_layers=8, pp=2, vpp=2, **BOTH)
     options = {"offload_checkpoint_inputs": True}
-    results = compare_on_ranks(2, case, ("core_attn",), "cpu-lazy", (4, 4, 4), options)
+    results = compare_on_ranks(2, case, ("core_attn",), "cpu-lazy", (2, 2, 2), options)
     assert [result.difference for result in results] == [None, None]
     assert all(CHECKPOINT_INPUTS in result.moved_modules for result in results)
 
@@ -367,7 +367,9 @@ def bytes_per_token(rank: int, num_ranks: int, port: int) -> dict[str, tuple[flo
     initialize(ModelCase(), rank, num_ranks, port)
     found: dict[str, tuple[float, int]] = {}
     for bf16 in (False, True):
-        small = ModelCase(num_layers=1, micro_batch_size=1, seq_length=NUM_TOKENS, hidden_size=16, bf16=bf16)
+        small = ModelCase(
+            num_layers=1, hidden_size=16, micro_batch_size=1, seq_length=NUM_TOKENS, bf16=bf16
+        )
         element_bytes = 2 if bf16 else 4
         for is_gated in (False, True):
             overrides = {"ffn_hidden_size": FFN_SIZE, "gated_linear_unit": is_gated}
