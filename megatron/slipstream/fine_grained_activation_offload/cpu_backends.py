@@ -9,6 +9,7 @@ being right by luck.
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Optional
@@ -18,6 +19,7 @@ import torch
 from megatron.slipstream.fine_grained_activation_offload.backend import (
     POISON_BYTE,
     Backend,
+    Bytes,
     Copy,
     Event,
     MemoryMeter,
@@ -25,7 +27,6 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
     nbytes_of,
     num_uses,
     page_aligned,
-    poison,
 )
 
 _COMPLETED = object()
@@ -68,9 +69,7 @@ class CpuBackend(Backend):
 
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
         for copy in copies:
-            nbytes = nbytes_of(copy)
-            destination, source = (side.first(nbytes).view() for side in copy)
-            destination.copy_(source)
+            _copy(*copy, nbytes_of(copy))
 
     def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
         pass
@@ -132,12 +131,11 @@ class _LazyCopy:
 
     def __call__(self) -> None:
         destination, source = self.copy
-        written = destination.first(nbytes_of(self.copy)).view()
         # A source discarded in the meantime, such as an output to be recomputed, has no bytes.
         if self.ordered and source.storage.nbytes() > 0:
-            written.copy_(source.first(written.numel()).view())
+            _copy(destination, source, nbytes_of(self.copy))
         else:
-            written.fill_(POISON_BYTE)
+            _poison(destination.first(nbytes_of(self.copy)))
 
 
 class LazyCpuBackend(CpuBackend):
@@ -203,7 +201,9 @@ class LazyCpuBackend(CpuBackend):
                     self._note_use(side.storage, stream)
 
     def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        return poison(super().allocate_device(nbytes, device))
+        storage = super().allocate_device(nbytes, device)
+        _poison(Bytes(storage, 0, nbytes))
+        return storage
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         slab = super().allocate_host(nbytes).fill_(POISON_BYTE)
@@ -226,18 +226,18 @@ class LazyCpuBackend(CpuBackend):
             raise RuntimeError("device memory dropped while a copy has yet to write it")
         # The single use is the caller's storage object, which pending copies hold as well.
         if num_uses(storage) == 1:
-            poison(storage)
+            _poison(Bytes(storage, 0, storage.nbytes()))
 
     def empty_device(self, storage: torch.UntypedStorage) -> None:
         if any(to.storage._cdata == storage._cdata for to, _ in self._pending_copies(storage)):
             raise RuntimeError("device memory emptied while a copy has yet to write it")
         # A pending copy out finds no bytes, and writes NaN.
-        poison(storage)
+        _poison(Bytes(storage, 0, storage.nbytes()))
         super().empty_device(storage)
 
     def drop_host_contents(self, copies: Sequence[Copy], stream: _LazyStream) -> None:
         for _, buffer in copies:
-            stream.pending.append(lambda buffer=buffer: buffer.view().fill_(POISON_BYTE))
+            stream.pending.append(lambda buffer=buffer: _poison(buffer))
             self._note_use(buffer.storage, stream)
 
     def _pending_copies(self, storage: torch.UntypedStorage) -> list[Copy]:
@@ -248,3 +248,21 @@ class LazyCpuBackend(CpuBackend):
             if isinstance(operation, _LazyCopy)
             and any(side.storage._cdata == storage._cdata for side in operation.copy)
         ]
+
+
+# An operation of torch takes ten times as long: a meter sees it, and it needs tensors.
+
+
+def _copy(destination: Bytes, source: Bytes, nbytes: int) -> None:
+    ctypes.memmove(_address(destination, nbytes), _address(source, nbytes), nbytes)
+
+
+def _poison(memory: Bytes) -> None:
+    ctypes.memset(_address(memory, memory.nbytes), POISON_BYTE, memory.nbytes)
+
+
+def _address(memory: Bytes, nbytes: int) -> int:
+    end, held = memory.start + nbytes, memory.storage.nbytes()
+    if end > held:
+        raise RuntimeError(f"bytes {memory.start} to {end} of a storage of {held} bytes")
+    return memory.address

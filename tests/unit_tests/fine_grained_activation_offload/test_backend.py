@@ -90,6 +90,15 @@ def test_cpu_copies_in_the_order_given() -> None:
     assert second.equal(filled(7))
 
 
+@pytest.mark.parametrize("is_destination", [False, True])
+def test_a_copy_beyond_its_memory_is_refused(is_destination: bool) -> None:
+    backend = CpuBackend()
+    short = Bytes(filled(0).untyped_storage(), 8, NBYTES)
+    copy = (short, Bytes.of(filled(7))) if is_destination else (Bytes.of(filled(7)), short)
+    with pytest.raises(RuntimeError, match=f"bytes 8 to {NBYTES + 8} of a storage of {NBYTES}"):
+        backend.run_copies([copy], backend.new_stream())
+
+
 @pytest.mark.parametrize("backend", [CpuBackend(), LazyCpuBackend()], ids=lambda b: b.name)
 def test_streams_are_told_apart(backend: CpuBackend) -> None:
     first, second = backend.new_stream(), backend.new_stream()

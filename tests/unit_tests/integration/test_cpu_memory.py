@@ -58,6 +58,17 @@ def test_memory_from_before_is_not_counted() -> None:
         del view, alias
 
 
+def test_a_copy_counts_though_it_might_have_been_a_view() -> None:
+    square = torch.zeros(FLOATS_PER_KIB // 8, 8)
+    with torch.inference_mode(), DeviceMemoryMeter() as meter:  # There, torch keeps them whole.
+        copies = [square.t().contiguous(), square.t().reshape(-1), square.to(torch.float64)]
+        assert meter.allocated_bytes == 4 * KIB
+        views = [square.contiguous(), square.reshape(-1), square.to(torch.float32)]
+        assert meter.allocated_bytes == 4 * KIB
+        del copies, views
+        assert meter.allocated_bytes == 0
+
+
 def test_a_new_storage_at_an_old_address_counts_again() -> None:
     with DeviceMemoryMeter() as meter:
         for _ in range(50):

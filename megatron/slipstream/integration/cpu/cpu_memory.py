@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
-from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -81,8 +81,9 @@ class DeviceMemoryMeter(TorchDispatchMode):
             self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if _returns_arguments_only(func):
+            return result
         if func.namespace == "c10d":
             self._gloo_holds = True
         outputs = result if isinstance(result, (tuple, list)) else (result,)
@@ -104,25 +105,40 @@ class DeviceMemoryMeter(TorchDispatchMode):
         # The second saves the search below.
         if key is None or key in self._live:
             return
-        if key in _storage_keys((*args, *kwargs.values())):
+        if _holds(args, key) or (kwargs and _holds(kwargs.values(), key)):
             return
         storage = output.untyped_storage()
         num_bytes = storage.nbytes()
-        reference = weakref.ref(storage, lambda _: self._freed(key))
-        self._live[key] = (reference, num_bytes)
+        self._live[key] = (weakref.ref(storage, functools.partial(self._freed, key)), num_bytes)
         self._allocated_bytes += num_bytes
         self._note_peak()
 
-    def _freed(self, key: int) -> None:
+    def _freed(self, key: int, _: Any) -> None:
         entry = self._live.pop(key, None)
         if entry is not None:
             self._allocated_bytes -= entry[1]
 
 
-def _storage_keys(values: Any) -> Iterator[Optional[int]]:
-    """Yield the identities of the storages of all tensors among an operation's arguments."""
+@functools.cache
+def _returns_arguments_only(func: Any) -> bool:
+    """Whether all that an operation returns has storages of its arguments, such as a view.
+
+    What consists of other operations, such as ``reshape``, may copy although its schema names an
+    alias. Communication never counts as such: its tensors live longer.
+    """
+    return (
+        func.namespace != "c10d"
+        and not func._can_decompose()
+        and all(output.alias_info is not None for output in func._schema.returns)
+    )
+
+
+def _holds(values: Any, key: int) -> bool:
+    """Return whether an operation's arguments have a tensor with this storage."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield memory_of(value)
-        elif isinstance(value, (tuple, list)):
-            yield from _storage_keys(value)
+            if memory_of(value) == key:
+                return True
+        elif isinstance(value, (tuple, list)) and _holds(value, key):
+            return True
+    return False
