@@ -10,6 +10,8 @@ does not survive a fork.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import multiprocessing
 import os
 import sys
@@ -108,6 +110,30 @@ def import_training() -> None:
     import megatron.slipstream.patches.marks
     import megatron.slipstream.patches.model_calls
     import megatron.slipstream.plan.files  # noqa: F401
+
+    _remember_descriptions_of_flags()
+
+
+@functools.cache
+def _remember_descriptions_of_flags() -> None:
+    """Read descriptions of flags once: to find them in source files takes most of each parse."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron.slipstream.integration.entry.arguments import GROUPS
+
+    read = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    def remembered(factory: Any, described: type) -> dict[str, str]:
+        if described not in known:
+            known[described] = read(factory, described)
+        return dict(known[described])
+
+    ArgumentGroupFactory._get_field_docstrings = remembered
+    add_megatron_arguments(argparse.ArgumentParser())
+    for options, _ in GROUPS:
+        ArgumentGroupFactory(options)
 
 
 def make_cheap() -> None:

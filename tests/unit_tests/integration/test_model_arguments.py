@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ranks import run_ranks
+from ranks import import_training, run_ranks
 
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
@@ -341,6 +341,7 @@ def parse_all(rank: int, world_size: int, port: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def parsed() -> dict[str, Any]:
+    import_training()
     (found,) = run_ranks(1, parse_all)
     return found
 
