@@ -112,24 +112,31 @@ def summed(model: Any, batches: Iterator[dict[str, Any]]) -> list[torch.Tensor]:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any, Any]]:
     """What each of two ranks has trained, trained with offloading, and read.
 
-    They are new processes: one that is forked would hang in what earlier tests have started.
+    They are forked from a new process, which imports once for both: forked from this one, they
+    would hang in what earlier tests have started.
     """
     folder = tmp_path_factory.mktemp("ranks")
     written = [np.append(text, END_OF_DOCUMENT).astype(np.uint16) for text in texts() * 8]
     write_corpus(folder, written)
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_on_rank, args=(rank, folder)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-        process.kill()
+    parent = multiprocessing.get_context("spawn").Process(target=_on_both_ranks, args=(folder,))
+    parent.start()
+    parent.join()
     files = [folder / f"result{rank}" for rank in range(2)]
     results = [torch.load(file, weights_only=False) for file in files if file.exists()]
     errors = [result for result in results if isinstance(result, str)]
     assert len(results) == 2, f"a rank has no result: {errors}"
     assert not errors, errors[0]
     return results
+
+
+def _on_both_ranks(folder: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_on_rank, args=(rank, folder)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+        process.kill()
 
 
 def _on_rank(rank: int, folder: Path) -> None:
