@@ -413,9 +413,8 @@ def _tile_bytes(num_tokens: int, bytes_per_token: int) -> int:
 class _Head:
     """The final norm, the output layer and the loss.
 
-    With Transformer Engine's cross entropy, the loss saves the gradient of the logits beside them;
-    megatron-core's own saves probabilities in float32, and its fused one computes with a second
-    copy of these.
+    With Transformer Engine's cross entropy, the loss saves a copy of the logits; megatron-core's
+    own functions save probabilities in float32.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -428,16 +427,14 @@ class _Head:
         self._logits = numel * shape.element_bytes
         is_te = shape.cross_entropy == "te"
         self._saved = self._logits if is_te else 4 * numel
+        each = logits_bytes_per_token(1, shape.element_bytes, shape.cross_entropy)
+        self._loss_peak = numel * each - self._logits
         # Float32 logits are overwritten.
-        self._loss_peak = self._saved if is_te or shape.element_bytes < 4 else 0
         self._gradient_peak = 0 if is_te or shape.element_bytes == 4 else self._logits
-        if shape.cross_entropy == "native":
-            self._loss_peak += self._saved
         self._tile = 0
         if shape.loss_sequence_tiles:
             self._logits = self._saved = self._loss_peak = self._gradient_peak = 0
-            width = shape.vocab_size // shape.parallelism.tp
-            each = logits_bytes_per_token(width, shape.element_bytes, shape.cross_entropy)
+            each *= shape.vocab_size // shape.parallelism.tp
             # Beside a tile: the gradient of the output layer's input.
             self._tile = _tile_bytes(shape.tokens, each) + self._hidden
 

@@ -69,16 +69,19 @@ CrossEntropy = Literal["unfused", "native", "te"]
 def logits_bytes_per_token(vocab_size: int, element_bytes: int, function: CrossEntropy) -> int:
     """Return the bytes that the logits of a token need at once, forward or backward.
 
-    megatron-core's own functions turn logits into float32, and the gradient back; Transformer
-    Engine's works on the logits in place.
+    Transformer Engine's function copies the logits, and its backward turns the copy into the
+    gradient. megatron-core's own turns logits into float32, and the gradient back; its fused one
+    (``native``) computes with a second copy in float32.
 
     Args:
         vocab_size: Size of the vocabulary, padded, on one tensor-parallel rank.
         element_bytes: Bytes of an element of the logits.
         function: The cross-entropy function.
     """
-    copies = 0 if function == "te" or element_bytes >= 4 else 4
-    return vocab_size * (element_bytes + copies)
+    if function == "te":
+        return vocab_size * 2 * element_bytes
+    num_copies = (element_bytes < 4) + (function == "native")
+    return vocab_size * (element_bytes + 4 * num_copies)
 
 
 def mlp_bytes_per_token(

@@ -50,8 +50,10 @@ def test_auto_takes_the_bytes_that_it_says_or_enough_tokens() -> None:
 
 def test_an_8_billion_parameter_model() -> None:
     """Llama-3-8B's shapes: by hand."""
-    assert logits_bytes_per_token(128256, 2, "te") == 128256 * 2
-    assert logits_bytes_per_token(128256, 2, "native") == 128256 * 6
+    assert logits_bytes_per_token(128256, 2, "te") == 128256 * 4
+    assert logits_bytes_per_token(128256, 2, "native") == 128256 * 10
+    assert logits_bytes_per_token(128256, 2, "unfused") == 128256 * 6
+    assert logits_bytes_per_token(128256, 4, "native") == 128256 * 8
     assert logits_bytes_per_token(128256, 4, "unfused") == 128256 * 4
     assert mlp_bytes_per_token(4096, 14336, 2, is_gated=True) == 2 * (5 * 14336 + 3 * 4096)
     assert mlp_bytes_per_token(4096, 14336, 2, is_gated=False) == 2 * (3 * 14336 + 3 * 4096)
