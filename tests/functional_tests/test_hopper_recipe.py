@@ -82,6 +82,9 @@ class Recipe(Training):
     ) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+        # Routers count tokens in bfloat16, in a compiled function. torch compiles it for a few
+        # models only, and what it then runs as written rounds otherwise.
+        torch._dynamo.reset()
         if modules:
             delayed = {"delay_offload_until_cuda_graph": True}
             case = replace(case, overrides={**case.overrides, **delayed})
