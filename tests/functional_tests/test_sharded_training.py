@@ -22,7 +22,7 @@ COMMON = """
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --bf16
     --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 3
-    --eval-interval 3 --eval-iters 1 --log-interval 1
+    --eval-interval 3 --eval-iters 1 --log-interval 1 --num-workers 0
 """.split()
 OFFLOAD = """
     --fine-grained-activation-offloading --min-offloaded-tensor-size 1
