@@ -226,31 +226,39 @@ def _start(setting: Setting, rank: int, num_ranks: int, port: int) -> Any:
     return context_parallel_groups(setting.limits)
 
 
-def change_from_static(
+def _of_static_sizes(
     rank: int, num_ranks: int, port: int, setting: Setting
-) -> dict[int, Optional[str]]:
-    """For each size, the bitwise differences from a megatron-core model with that static size."""
+) -> dict[int, list[list[torch.Tensor]]]:
+    """For each size, two micro-batches of a megatron-core model with that static size."""
     found = {}
-    micro_batches = setting.micro_batches
     for size in setting.limits.sizes:
         initialize(setting.case, rank, num_ranks, port, size)
         change = (lambda spec: spec) if use_gpu() else with_gathering_attention
         static = build(setting.case, change, context_parallel_size=size)
-        twice = [micro_batches[size]] * 2
-        expected = separately(static, setting.limits, twice, setting.texts)
-        groups = _start(setting, rank, num_ranks, port)
-        dynamic = build(setting.case, with_changing_groups)
-        actual = separately(dynamic, setting.limits, twice, setting.texts, groups)
+        twice = [setting.micro_batches[size]] * 2
+        found[size] = separately(static, setting.limits, twice, setting.texts)
+    return found
+
+
+def _change_from_static(
+    static: Mapping[int, list[list[torch.Tensor]]],
+    setting: Setting,
+    groups: Any,
+    model: torch.nn.Module,
+) -> dict[int, Optional[str]]:
+    """For each size, the bitwise differences from a megatron-core model with that static size."""
+    found = {}
+    for size, expected in static.items():
+        twice = [setting.micro_batches[size]] * 2
+        actual = separately(model, setting.limits, twice, setting.texts, groups)
         found[size] = first_difference(expected, actual)
     return found
 
 
-def change_by_order(
-    rank: int, num_ranks: int, port: int, setting: Setting
+def _change_by_order(
+    setting: Setting, groups: Any, model: torch.nn.Module
 ) -> dict[tuple[int, ...], Optional[str]]:
     """For each order of sizes, the bitwise differences of micro-batches from runs of them alone."""
-    groups = _start(setting, rank, num_ranks, port)
-    model = build(setting.case, with_changing_groups)
     run = partial(separately, model, setting.limits, texts=setting.texts, groups=groups)
     alone = {size: run([setting.micro_batches[size]])[0] for size in setting.limits.sizes}
     assert all(tensor.isfinite().all() for result in alone.values() for tensor in result)
@@ -264,15 +272,13 @@ def change_by_order(
     return found
 
 
-def difference_by_size(
-    rank: int, num_ranks: int, port: int, setting: Setting
+def _difference_by_size(
+    setting: Setting, groups: Any, model: torch.nn.Module
 ) -> dict[int, tuple[float, float]]:
     """For each size, the difference of loss and gradients from those of the smallest.
 
     For gradients it is the norm of the difference relative to that of the gradient.
     """
-    groups = _start(setting, rank, num_ranks, port)
-    model = build(setting.case, with_changing_groups)
     results = {
         size: train(model, setting.limits, [setting.micro_batches[size]], setting.texts, groups)
         for size in setting.limits.sizes
@@ -296,11 +302,14 @@ class Found(NamedTuple):
 
 
 def compare_sizes(rank: int, num_ranks: int, port: int, setting: Setting) -> Found:
-    """All three comparisons of a setting, in the same processes."""
+    """All three comparisons of a setting, in the same processes and groups."""
+    static = _of_static_sizes(rank, num_ranks, port, setting)
+    groups = _start(setting, rank, num_ranks, port)
+    model = build(setting.case, with_changing_groups)
     return Found(
-        change_from_static(rank, num_ranks, port, setting),
-        change_by_order(rank, num_ranks, port, setting),
-        difference_by_size(rank, num_ranks, port, setting),
+        _change_from_static(static, setting, groups, model),
+        _change_by_order(setting, groups, model),
+        _difference_by_size(setting, groups, model),
     )
 
 
