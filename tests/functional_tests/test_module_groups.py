@@ -57,6 +57,10 @@ def all_modules(kind: str) -> tuple[str, ...]:
     return (*marked, *OWN_MODULES[kind])
 
 
+TWO_STEPS = (2, 2)
+"""The plan is made and followed; where all modules move together, it is followed again."""
+
+
 def check(
     case: ModelCase,
     modules: Sequence[str],
@@ -78,7 +82,7 @@ def check(
 def compare_each(
     rank: int, world_size: int, port: int, case: ModelCase, names: Sequence[str]
 ) -> list[Comparison]:
-    settings = ("cpu-lazy", (2, 2, 2), {"offload_native": "auto"}, True)
+    settings = ("cpu-lazy", TWO_STEPS, {"offload_native": "auto"}, True)
     return [compare(rank, world_size, port, case, (name,), *settings) for name in names]
 
 
@@ -151,7 +155,7 @@ OF_ANY_RELEASE = "bf16", "layer norm and bias", "no gate"
 )
 def test_variants(name: str) -> None:
     case = VARIANTS[name]
-    result = check(case, all_modules(case.kind))
+    result = check(case, all_modules(case.kind), counts=TWO_STEPS)
     state_space = {*GDN_MODULES, *MAMBA_MODULES} & {*OWN_MODULES[case.kind]}
     assert state_space | {*MLP_MODULES} <= {*result.moved_modules} or case.kind == "moe"
 
@@ -193,7 +197,8 @@ def test_recomputation_beside(case: ModelCase, recomputed: Sequence[str]) -> Non
     left_out = set().union(*(refused.get(name, ()) for name in recomputed))
     modules = [name for name in all_modules(case.kind) if name not in left_out]
     more = {"recompute_granularity": "selective", "recompute_modules": list(recomputed)}
-    result = check(replace(case, overrides={**case.overrides, **more}), modules)
+    case = replace(case, overrides={**case.overrides, **more})
+    result = check(case, modules, counts=TWO_STEPS)
     empty = set().union(*(SAVES_NOTHING[name] for name in recomputed))
     assert {*modules} - {*result.moved_modules} <= empty | {"embedding"}
 
