@@ -395,10 +395,37 @@ def test_waiting_for_another_process_is_said_and_has_a_limit(
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(build.BuildError, match=f"has held {lock} for more than .*; end that"):
             build.load()
-    assert caplog.text.count("waiting for another process that compiles") == 1
-    caplog.clear()
-    build.load()
-    assert "waiting" not in caplog.text
+        assert caplog.text.count("waiting for another process that compiles") == 1
+        caplog.clear()
+        # Closing it is not enough while a process exists that some thread forked meanwhile.
+        fcntl.flock(other, fcntl.LOCK_UN)
+        build.load()
+        assert "waiting for another process" not in caplog.text
+
+
+def test_a_process_that_is_forked_meanwhile_does_not_keep_the_lock(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fork = multiprocessing.get_context("fork")
+    end, run = fork.Event(), build.subprocess.run
+    forked = fork.Process(target=end.wait, args=(60,))
+
+    def forking(*arguments: Any, **options: Any) -> Any:
+        forked.start()
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(build, "MAX_WAIT_S", 0.3)
+    with monkeypatch.context() as patched:
+        patched.setattr(build.subprocess, "run", forking)
+        build.load()
+    compiled_in(cache).unlink()
+    try:
+        with caplog.at_level(logging.INFO, logger=build.__name__):
+            build.load()
+        assert "waiting for another process" not in caplog.text
+    finally:
+        end.set()
+        forked.join()
 
 
 def _fail(counts: Any) -> None:

@@ -192,8 +192,7 @@ def _import(path: Path, prepare: Callable[[Any], None]) -> ModuleType:
 def _compile(path: Path) -> None:
     command = compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w+") as lock:
-        _wait_for(lock)
+    with path.with_suffix(".lock").open("w+") as lock, _locked(lock):
         if _is_intact(path):  # compiled by the previous owner of the lock
             return
         # Each process empties the file before it waits, so a text is by the one that it waited for.
@@ -219,12 +218,22 @@ def _compile_alone(command: list[str], path: Path) -> None:
         made.replace(path)  # atomically, so that no process loads a partial file
 
 
-def _wait_for(lock: IO[str]) -> None:
-    """Wait until no other process compiles.
+@contextlib.contextmanager
+def _locked(lock: IO[str]) -> Iterator[None]:
+    """Context in which no other process compiles.
 
     Raises:
-        BuildError: That takes longer than :data:`MAX_WAIT_S`.
+        BuildError: Another does for longer than :data:`MAX_WAIT_S`.
     """
+    _wait_for(lock)
+    try:
+        yield
+    finally:
+        # A process that another thread forks inherits the file, whose lock would last as long.
+        fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _wait_for(lock: IO[str]) -> None:
     start_s = time.monotonic()
     is_said = False
     while True:
