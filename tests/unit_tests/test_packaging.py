@@ -27,7 +27,7 @@ from megatron.slipstream import __version__
 pytest.importorskip("setuptools", "77", reason="a build needs setuptools 77 or newer")
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = (".ci", "benchmarks", "docs", "examples", "megatron", "tests", "tools")
+FOLDERS = (".ci", ".github", "benchmarks", "docs", "examples", "megatron", "tests", "tools")
 FILES = (
     *("CHANGELOG.md", "CODEOWNERS", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md"),
     *("constraints.txt", "pretrain_gpt.py", "pyproject.toml", "run", "setup.py"),
