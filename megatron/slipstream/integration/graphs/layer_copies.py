@@ -150,7 +150,7 @@ def _disable_offload(marks: Mapping[str, Any], layer: Any) -> None:
 
 def _leave_engine(layer: Any) -> None:
     # They copy to host memory of the engine. Those of other sizes are not the layer's now.
-    packed = getattr(layer, "packed", None)
+    packed = packed_of(layer)
     if packed is not None:
         packed.hand_over_graphs()
     delete_graphs([layer])
@@ -160,10 +160,15 @@ def _leave_engine(layer: Any) -> None:
 
 def _set_of(layer: Any) -> tuple[int, int]:
     """Return number and context-parallel size of the graphs that a layer's micro-batch replays."""
-    packed = getattr(layer, "packed", None)
+    packed = packed_of(layer)
     if packed is not None and packed.is_captured:
         return packed.number, packed.size
     return getattr(layer, "current_microbatch", 0) % len(layer.cuda_graphs), ONE_SIZE
+
+
+def packed_of(layer: Any) -> Any:
+    """Return the ``PackedLayers`` that a layer belongs to, or None."""
+    return getattr(layer, "packed", None)
 
 
 def open_graphs(

@@ -28,8 +28,9 @@ from megatron.slipstream.integration.graphs.layer_copies import (
     LayerCopies,
     enable_offload,
     offload_layers,
+    packed_of,
 )
-from megatron.slipstream.integration.graphs.packed_layers import PackedLayers, packed_of
+from megatron.slipstream.integration.graphs.packed_layers import PackedLayers
 from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
 from megatron.slipstream.integration.seam.specs import replace_classes

@@ -51,6 +51,7 @@ from megatron.slipstream.integration.graphs.layer_copies import (
     delete_graphs,
     finish_replays,
     open_graphs,
+    packed_of,
 )
 from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables, constant_arguments
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
@@ -345,11 +346,6 @@ def _of_chunks(helper: Any) -> list[list[Any]]:
 def _preferred(layer: Any, num_sets: int) -> int:
     """Return the number of the set that megatron-core's replay chooses."""
     return int(getattr(layer, "current_microbatch", 0)) % num_sets
-
-
-def packed_of(layer: Any) -> Optional[PackedLayers]:
-    """Return the packed layers that a layer belongs to, or None."""
-    return getattr(layer, "packed", None)
 
 
 def _capture(config: Any, of_chunks: Sequence[Sequence[Any]]) -> None:
