@@ -31,14 +31,12 @@ class PassPolicy(NamedTuple):
         """
         return cls(
             min_numel=config.min_offloaded_tensor_size,
-            # megatron-core 0.18 has only the last of these.
+            # megatron-core 0.18 has neither of the next two.
             activation_offload_fraction=getattr(config, "activation_offload_fraction", 1.0),
             delta_offload_bytes_across_pp_ranks=getattr(
                 config, "delta_offload_bytes_across_pp_ranks", 0
             ),
-            max_inflight_offloads=getattr(
-                config, "fine_grained_offloading_max_inflight_offloads", None
-            ),
+            max_inflight_offloads=config.fine_grained_offloading_max_inflight_offloads,
         )
 
     def applied_to(self, options: PolicyOptions) -> PolicyOptions:

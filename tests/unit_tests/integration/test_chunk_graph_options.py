@@ -205,7 +205,11 @@ def test_a_policy_has_every_option_of_the_model() -> None:
 
 
 def test_a_release_without_an_option_has_its_default() -> None:
-    policy = PassPolicy.of(SimpleNamespace(min_offloaded_tensor_size=8))
+    options = {
+        "min_offloaded_tensor_size": 8,
+        "fine_grained_offloading_max_inflight_offloads": None,
+    }
+    policy = PassPolicy.of(SimpleNamespace(**options))
     assert policy == PassPolicy(8, 1.0, 0, None)
 
 
