@@ -213,14 +213,14 @@ def _wrong_routing(experts: Experts) -> Iterator[str]:
 
 def _wrong_layers(shape: ModelFields) -> Iterator[str]:
     par = shape.parallelism
+    if shape.layer_kinds and len(shape.layer_kinds) != shape.num_layers:
+        # A hybrid_layer_pattern gives num_layers, too.
+        yield (
+            f"moe_layer_freq has {len(shape.layer_kinds)} entries, but "
+            f"num_layers={shape.num_layers}; give one entry per layer"
+        )
     has_pattern = not {*shape.layer_kinds} <= {"*E", "*-"}
     given = "hybrid_layer_pattern" if has_pattern else "moe_layer_freq"
-    if shape.layer_kinds and len(shape.layer_kinds) != shape.num_layers:
-        cure = "leave num_layers out" if has_pattern else "give one entry per layer"
-        yield (
-            f"{given} has {len(shape.layer_kinds)} entries, but num_layers={shape.num_layers}; "
-            f"{cure}"
-        )
     if shape.experts is None and any("E" in kind for kind in shape.layer_kinds):
         yield f"{given} names layers with experts, but num_experts is not set; set it"
     if shape.experts is not None and par.tp > 1 and not par.sequence_parallel:
