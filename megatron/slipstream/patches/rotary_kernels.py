@@ -26,14 +26,17 @@ from typing import Any
 from unittest.mock import Mock
 
 import torch
-from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
 
-IN_PLACE = (
-    *("rotary_fwd_q_kernel", "rotary_bwd_q_kernel"),
-    *("_mla_rope_fwd_inplace_kernel", "_mla_rope_bwd_inplace_kernel"),
+OLD_KERNELS = tuple(f"rotary_{name}_kernel" for name in ("fwd_q", "bwd_q", "fwd_kv", "bwd_kv"))
+"""The kernels of megatron-core's module, by their names until July 2026."""
+KERNELS = tuple(
+    f"_mla_rope_{name}_kernel"
+    for name in ("fwd_inplace", "bwd_inplace", "fwd_kv_split", "bwd_kv_split")
 )
-"""Kernels of megatron-core's module that work in place, by their old and their new names."""
-SUMMING = ("rotary_bwd_kv_kernel", "_mla_rope_bwd_kv_split_kernel")
+"""The same by their names since."""
+IN_PLACE = (*OLD_KERNELS[:2], *KERNELS[:2])
+"""Those that work in place."""
+SUMMING = (OLD_KERNELS[-1], KERNELS[-1])
 """Those that sum over heads."""
 
 MOST_HEADS_SUMMED = 16
@@ -42,6 +45,8 @@ MOST_HEADS_SUMMED = 16
 
 def runs_triton() -> bool:
     """Whether Triton compiles the kernels; else megatron-core has a mock in its place."""
+    from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
+
     return not isinstance(vars(fused).get("triton"), Mock)
 
 

@@ -9,7 +9,7 @@ feature; the documentation and ``slipstream doctor`` list both.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from megatron.slipstream.options import preflight
 from megatron.slipstream.patches import patching
 from megatron.slipstream.patches.patching import Patch
+from megatron.slipstream.patches.rotary_kernels import KERNELS, OLD_KERNELS, runs_triton
 
 
 class Feature(enum.Enum):
@@ -55,10 +56,6 @@ def _lazy(module: str, name: str) -> partial[Any]:
     return partial(_call, module, name)
 
 
-def _condition(module: str, name: str, *arguments: Any) -> Callable[[], bool]:
-    return partial(_lazy(module, name), *arguments)
-
-
 CALLS = (
     Patch(
         f"{_CORE}.models.common.language_module.language_module.LanguageModule.__call__",
@@ -73,12 +70,7 @@ CALLS = (
 )
 
 _FUSED_ROTATION = f"{_CORE}.fusions.fused_mla_yarn_rope_apply"
-_OLD_KERNELS = tuple(f"rotary_{name}_kernel" for name in ("fwd_q", "bwd_q", "fwd_kv", "bwd_kv"))
-_KERNELS = tuple(
-    f"_mla_rope_{name}_kernel"
-    for name in ("fwd_inplace", "bwd_inplace", "fwd_kv_split", "bwd_kv_split")
-)
-_IS_EARLY_0_20 = f"{_FUSED_ROTATION}.{_OLD_KERNELS[0]}"
+_IS_EARLY_0_20 = f"{_FUSED_ROTATION}.{OLD_KERNELS[0]}"
 """Of the commits of 0.20, those from before August 2026 have it."""
 ROTATION = tuple(
     Patch(
@@ -90,11 +82,11 @@ ROTATION = tuple(
         until=until,
         unless=unless,
         attributes=("cache", "configs", "early_config_prune", "fn"),
-        condition=_condition("rotary_kernels", "runs_triton"),
+        condition=runs_triton,
     )
     for names, since, until, unless in (
-        (_OLD_KERNELS, "", "0.20", f"{_FUSED_ROTATION}.{_KERNELS[0]}"),
-        (_KERNELS, "0.20", "", _IS_EARLY_0_20),
+        (OLD_KERNELS, "", "0.20", f"{_FUSED_ROTATION}.{KERNELS[0]}"),
+        (KERNELS, "0.20", "", _IS_EARLY_0_20),
     )
     for name in names
 )
