@@ -13,9 +13,11 @@ from typing import Any, Literal, NamedTuple, Optional
 from megatron.slipstream.estimate.fit import Finder
 from megatron.slipstream.estimate.shape_tables import table
 from megatron.slipstream.estimate.ways import BUDGET, OFF, WAYS, Iteration
-from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.build import plan_of
 from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.model import IterationModel
 from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.plan.search import MAX_STEPS_OF_CHANGES
 from megatron.slipstream.plan.trace import Trace
 from megatron.slipstream.plan.walk import simulate
 
@@ -140,6 +142,7 @@ def sweep(
         ValueError: The trace has no times or no bandwidth.
     """
     base = replace(options, target_memory_bytes=None, max_overhead_percent=None)
+    model = IterationModel(trace)
     fractions = [round(place / (num_points - 1), 3) for place in range(num_points)]
     variants: list[tuple[Sweep, float]] = [("activation_offload_fraction", f) for f in fractions]
     total = num_plans(num_points)
@@ -149,7 +152,7 @@ def sweep(
     def run(more: Sequence[tuple[Sweep, float]]) -> None:
         for option, value in more:
             report(len(points), total)
-            points.append(_point(trace, base, option, value))
+            points.append(_point(model, base, option, value))
 
     run(variants)
     peaks = [point.peak_bytes for point in points]
@@ -239,9 +242,11 @@ def _marker(name: str, point: FrontierPoint) -> Marker:
     return Marker(name, point.peak_bytes, point.total_ms, point.overhead_percent)
 
 
-def _point(trace: Trace, base: PolicyOptions, option: Sweep, value: float) -> FrontierPoint:
+def _point(
+    model: IterationModel, base: PolicyOptions, option: Sweep, value: float
+) -> FrontierPoint:
     changed: dict[str, Any] = {option: value}
-    plan = build_plan(trace, replace(base, **changed))
+    plan = plan_of(model, replace(base, **changed), MAX_STEPS_OF_CHANGES)
     simulation = simulate(plan)
     peaks = simulation.peak_bytes
     return FrontierPoint(

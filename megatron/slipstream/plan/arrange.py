@@ -86,7 +86,7 @@ def replay(model: IterationModel, moving: Collection[GroupKey], steps: Steps) ->
     frees = _by_step((steps[job.key][0], number) for number, job in enumerate(jobs))
     by_use = sorted(range(len(jobs)), key=lambda number: jobs[number].use)
     returns = _by_step((steps[jobs[number].key][1], number) for number in by_use)
-    for step in walk.steps:
+    for step in range(len(model.trace.steps)):
         walk.reach(step)
         for number in frees.get(step, ()):
             walk.free(number)
@@ -112,7 +112,11 @@ def arrange(
         most_ms: Stall time above which the schedule is of no use. It then ends early: its stall
             time is above this, its peak infinite.
     """
-    return _Arrangement(model, moving, limit_bytes).run(most_ms)
+    given = frozenset(moving), limit_bytes, most_ms
+    timing: Timing | None = model.arranged.get(given)
+    if timing is None:  # Searches for different goals try the same sets.
+        timing = model.arranged[given] = _Arrangement(model, moving, limit_bytes).run(most_ms)
+    return timing
 
 
 def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
@@ -144,10 +148,6 @@ class _Walk(Issuer):
         """Storages that were released while something else still holds their memory."""
         self._absent: list[float] = []
         """For each step before this one, the bytes that were off the device until the next."""
-
-    @property
-    def steps(self) -> range:
-        return range(len(self._trace.steps))
 
     def reach(self, step: int) -> None:
         """Advance compute to a step; if it is a commit, start its D2H copy."""
@@ -260,7 +260,7 @@ class _Arrangement:
     def run(self, most_ms: float) -> Timing:
         """Decide all steps in order."""
         clock, beyond_ms = self._walk.clock, most_ms * (1 + 1e-6) + 1e-6
-        for step in self._walk.steps:
+        for step in range(len(self._needed)):
             self._walk.reach(step)
             if clock.stall_ms > beyond_ms:
                 return Timing({}, clock.stall_ms, {}, math.inf, np.zeros(0))

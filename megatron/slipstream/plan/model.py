@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,6 +211,8 @@ class IterationModel:
     def __init__(self, trace: Trace, structure: _Structure | None = None) -> None:
         self.trace = trace
         self._structure = structure or _Structure(trace)
+        self.arranged: dict[tuple[frozenset[GroupKey], float, float], Any] = {}
+        """What :func:`arrange` has returned, by its arguments."""
 
     @cached_property
     def untimed(self) -> IterationModel:

@@ -105,9 +105,6 @@ class GroupSearch:
         self._good_reserve = 0
         """Index of the reserve that reached the last goal."""
         self._unit_bytes = max((job.out_bytes for job in self._jobs), default=0)
-        self._timings: dict[tuple[frozenset[GroupKey], float, float], Timing] = {}
-        nothing = frozenset[GroupKey]()
-        self.nothing = Choice(nothing, arrange(model, nothing))
 
     def for_memory(
         self, target_bytes: float, max_steps: int = MAX_STEPS_OF_CHANGES
@@ -163,8 +160,9 @@ class GroupSearch:
 
     def _lowest(self, lower_bytes: float, budget_ms: float) -> Choice:
         """Find the lowest peak within a time budget."""
-        best = self.nothing
-        low, high = lower_bytes, self.nothing.timing.peak_bytes
+        nothing = frozenset[GroupKey]()
+        best = Choice(nothing, arrange(self._model, nothing))
+        low, high = lower_bytes, best.timing.peak_bytes
         # Most links are fast enough for nearly the lowest peak.
         middle = min(low + 2 * self._unit_bytes, (low + high) / 2)
         for _ in range(NUM_PEAKS_OF_LARGE if self._is_large else NUM_PEAKS):
@@ -192,8 +190,7 @@ class GroupSearch:
             middle = (low + high) / 2
             choice = self._choice(moving, middle)
             peak = choice.timing.peak_bytes
-            cost_ms = choice.cost_ms(self._model)
-            if cost_ms <= budget_ms and peak < best.timing.peak_bytes:
+            if peak < best.timing.peak_bytes and choice.cost_ms(self._model) <= budget_ms:
                 best, high = choice, min(middle, peak)
             else:
                 low = middle
@@ -310,9 +307,11 @@ class GroupSearch:
             peak_bytes = best.timing.peak_bytes
             if peak_bytes <= lower_bytes * (1 + NEAR):
                 break
-            other = self._choice(self._changed(best, change), peak_bytes * (1 - NEAR))
-            is_lower = other.timing.peak_bytes < peak_bytes
-            if is_lower and other.cost_ms(self._model) <= budget_ms:
+            moving = self._changed(best, change)
+            if not self._can_reach(moving, peak_bytes):
+                continue
+            other = self._choice(moving, peak_bytes * (1 - NEAR))
+            if other.timing.peak_bytes < peak_bytes and other.cost_ms(self._model) <= budget_ms:
                 best = self._lowest_of(other.moving, lower_bytes, budget_ms, other)
         return best
 
@@ -353,18 +352,16 @@ class GroupSearch:
             moving = self._needed_for(peak_bytes, reserve)
             if len(moving) < len(choice.moving):
                 lean = self._choice(moving, peak_bytes)
-                cost_ms = lean.cost_ms(self._model)
-                if lean.timing.peak_bytes <= peak_bytes and cost_ms <= budget_ms:
+                is_low = lean.timing.peak_bytes <= peak_bytes
+                if is_low and lean.cost_ms(self._model) <= budget_ms:
                     return lean
         return choice
 
     def _choice(
         self, moving: frozenset[GroupKey], limit_bytes: float, most_ms: float = math.inf
     ) -> Choice:
-        found = moving, limit_bytes, min(most_ms, self._most_ms)
-        if found not in self._timings:
-            self._timings[found] = arrange(self._model, *found)
-        return Choice(moving, self._timings[found])
+        most_ms = min(most_ms, self._most_ms)
+        return Choice(moving, arrange(self._model, moving, limit_bytes, most_ms))
 
 
 def _affordable(

@@ -819,7 +819,7 @@ def test_sets_that_lose_for_certain_are_not_timed_to_the_end(
     num_timed = len(can_reach)
     monkeypatch.setattr(GroupSearch, "_can_reach", lambda *_: True)
     monkeypatch.setattr(search, "arrange", lambda *given: timed_set(*given[:3], math.inf))
-    monkeypatch.setattr(search_it, "_timings", {})
+    monkeypatch.setattr(model, "arranged", {})
     assert search_it.for_memory(target)[0].moving == choice.moving
     assert len(can_reach) > 2 * num_timed
     assert not any(is_given_up[num_timed:])
