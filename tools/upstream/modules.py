@@ -288,6 +288,7 @@ def landed(module: str) -> Landed:
     return Landed(target, rewritten(path.read_text(), module))
 
 
+@cache
 def rewritten(text: str, module: str = "") -> str:
     """Return the text of a module or a test there, before unused imports are removed."""
     text = _without(text, module)
@@ -340,16 +341,19 @@ def _sibling(room: str, name: str) -> str:
     return f"from {package} import {alias}" if package else f"import {alias}"
 
 
-def imports_of(text: str, module: str = "") -> Iterator[str]:
-    """Yield what the text of a module or a test there imports and uses, as dotted names."""
-    tree = ast.parse(_without(text, module))
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    for node in ast.walk(tree):
+@cache
+def imports_of(text: str, module: str = "") -> tuple[str, ...]:
+    """Return what the text of a module or a test there imports and uses, as dotted names."""
+    nodes = list(ast.walk(ast.parse(_without(text, module))))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    found = []
+    for node in nodes:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
                 if (alias.asname or alias.name.split(".")[0]) in used:
-                    yield prefix + alias.name
+                    found.append(prefix + alias.name)
+    return tuple(found)
 
 
 _STATE = re.compile(r"  # (since|before) (\w+)$")
@@ -378,6 +382,7 @@ def as_of(text: str, made: frozenset[str]) -> str:
 # Parts of a module.
 
 
+@cache
 def _without(text: str, module: str) -> str:
     tree = ast.parse(text)
     dropped = _unused(tree, module) | DROP.get(module, set())
