@@ -235,7 +235,8 @@ def _messages_as_they_were() -> Iterator[None]:
     handlers, propagates, level = list(package.handlers), package.propagate, package.level
     yield
     package.handlers, package.propagate = handlers, propagates
-    package.setLevel(level)
+    if package.level != level:  # To set one clears the cache of each logger.
+        package.setLevel(level)
 
 
 @pytest.fixture
