@@ -370,12 +370,16 @@ class CopyStreams:
         stream_id, stream = allocated_for
         self.keep_until_finished(memory)  # unless the wait is issued
         self._wait(Edge.E6, stream, stream_id, copied_in)
-        del self._kept[id(memory)]
+        self.keep_no_longer(memory)
         self._backend.drop_device(memory)
 
     def keep_until_finished(self, memory: torch.UntypedStorage) -> None:
         """Keep device memory that copies may write, although nothing waits for them."""
         self._kept[id(memory)] = memory
+
+    def keep_no_longer(self, memory: torch.UntypedStorage) -> None:
+        """Undo :meth:`keep_until_finished`, since a stream waits for the copies."""
+        self._kept.pop(id(memory), None)
 
     @property
     def keeps_memory(self) -> bool:

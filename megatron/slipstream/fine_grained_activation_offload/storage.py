@@ -195,6 +195,12 @@ class SavedStorage:
                 f"storage of {self.owner} of {self.nbytes} bytes cannot go from "
                 f"{self.residence.name} to {residence.name}"
             )
+        if self.returned is not None:
+            # Until backward has waited for the copy: an interrupt may end __del__ before it waits.
+            if residence is Residence.RELOADING:
+                self._copies.keep_until_finished(self.returned)
+            elif self.residence is Residence.RELOADING:
+                self._copies.keep_no_longer(self.returned)
         self.residence = residence
 
     def serves(self, tensor: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from toy_model import all_equal, make_chunks, make_manager, run_schedule
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostUsage
 from megatron.slipstream.fine_grained_activation_offload.regions import RegionFlag
+from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 
 SCHEDULE = "F0.0 F0.1 B0.0 B0.1"
@@ -190,9 +191,15 @@ def test_a_buffer_of_copies_without_a_signal_is_not_reused_before_the_host_waits
     assert store.host_pool.in_use_bytes == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend, owner, method",
+    [
+        *((backend, None, "wait") for backend in BACKENDS),
+        ("cpu-lazy", SavedStorage, "__del__"),  # at its first line
+    ],
+)
 def test_memory_of_an_unread_reload_is_kept_if_its_wait_fails(
-    backend: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, owner: type | None, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without E6 other tensors could take memory that the copy is still writing."""
     hand = HandDriven(backend)
@@ -201,7 +208,7 @@ def test_memory_of_an_unread_reload_is_kept_if_its_wait_fails(
     hand.send(group)
     hand.copy_in(group)
     with monkeypatch.context() as patch:
-        patch.setattr(hand.backend, "wait", interrupt)
+        patch.setattr(owner or hand.backend, method, interrupt)
         del saved
     streams = hand.store.copy_streams
     assert [memory.nbytes() for memory in streams._kept.values()] == [4000]
