@@ -276,7 +276,7 @@ def test_where_nothing_fits_on_one_rank_all_raise_the_same_error(sizes: dict[str
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "ep": 2}], ids=str)
 def test_ranks_that_share_a_stage_choose_alike(sizes: dict[str, int]) -> None:
     """Otherwise one would wait for a collective of a recomputation that the other does not run."""
-    case = ModelCase("moe" if "ep" in sizes else "dense", num_layers=2, overrides=NORM, **sizes)
+    case = ModelCase("moe" if "ep" in sizes else "dense", num_layers=3, overrides=NORM, **sizes)
     results = _train_together(Run(case, 0.7))
     for result in results:
         _check(result)
