@@ -8,7 +8,6 @@ a shell takes longer than the training.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -44,37 +43,12 @@ def train_on_ranks(
     Without ``reads_memory`` peaks are 0; an engine needs it for its plans. ``prepare`` is called on
     each rank before it trains.
     """
-    prepare_training()
+    import_training()
     flags = [*flags, "--run-record-path", str(record)]
     folder = record.parent
     done = run_ranks(num_ranks, train_main, folder, flags, reads_memory, prepare)
     assert done == [0] * num_ranks
     return read_records(num_ranks, record)
-
-
-def prepare_training() -> None:
-    """Do work once that each forked training would repeat: imports, and megatron-core's parsing of
-    the help texts of its options from its own source."""
-    from megatron.training import argument_utils, arguments
-
-    from megatron.slipstream.integration.entry import arguments as entry_arguments
-
-    import_training()
-    factory = argument_utils.ArgumentGroupFactory
-    read = getattr(factory, "_get_field_docstrings", None)
-    if read is None or hasattr(read, "is_kept"):
-        return
-    kept: dict[type, dict[str, str]] = {}
-
-    def read_once(self: Any, kind: type) -> dict[str, str]:
-        if kind not in kept:
-            kept[kind] = read(self, kind)
-        return dict(kept[kind])
-
-    read_once.is_kept = True
-    factory._get_field_docstrings = read_once
-    for add in (arguments.add_megatron_arguments, entry_arguments.add_arguments):
-        add(argparse.ArgumentParser())
 
 
 def train_main(

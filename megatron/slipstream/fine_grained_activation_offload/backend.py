@@ -281,7 +281,6 @@ def num_uses(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-def poison(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Fill the memory with NaN. Returns ``storage``."""
+def poison(storage: torch.UntypedStorage) -> None:
+    """Fill the memory with NaN."""
     Bytes(storage, 0, storage.nbytes()).view().fill_(POISON_BYTE)
-    return storage

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from forked import run_function
-from training_runs import prepare_training
+from ranks import import_training
 
 from megatron.slipstream.integration.entry import checks
 from megatron.slipstream.integration.entry.checks import parse_and_validate
@@ -59,7 +59,7 @@ def in_child(folder: Path, work: Callable[[], dict[str, Any]], **variables: str)
         answer.write_text(json.dumps(result))
         return 0
 
-    prepare_training()
+    import_training()
     done = run_function(call, environment=variables)
     assert done.returncode == 0, done.stderr
     return {**json.loads(answer.read_text()), "printed": done.stdout + done.stderr}

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from forked import Done, run_function, run_script
-from training_runs import prepare_training
+from ranks import import_training
 
 from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.launcher import check_launcher, set_launcher_defaults
@@ -56,7 +56,7 @@ def _train(
     """Run the entry with ``flags`` in a forked process whose working folder is ``folder``."""
     from megatron.slipstream.integration.entry import training
 
-    prepare_training()
+    import_training()
 
     def call() -> int:
         before()

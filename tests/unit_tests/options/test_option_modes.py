@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from training_runs import prepare_training
+from ranks import import_training, run_ranks
 
 from megatron.slipstream.attached.handle import attach
 from megatron.slipstream.integration import install
@@ -62,7 +61,7 @@ def check(args: Any, words: list[str], has_gpu: bool) -> list[Finding]:
 def check_all(rank: int, num_ranks: int, port: int) -> Found:
     """For each cell, the findings without the option and with it."""
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    prepare_training()
+    import_training()
     found: Found = {}
     with checks.as_in_training(CUDA_DEVICE_MAX_CONNECTIONS="1"):
         checks.cpu_only.install_training_shims()
