@@ -82,9 +82,6 @@ class Recipe(Training):
     ) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        # Routers count tokens in bfloat16, in a compiled function. torch compiles it for a few
-        # models only, and what it then runs as written rounds otherwise.
-        torch._dynamo.reset()
         if modules:
             delayed = {"delay_offload_until_cuda_graph": True}
             case = replace(case, overrides={**case.overrides, **delayed})
@@ -94,6 +91,12 @@ class Recipe(Training):
             optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True
         )
         self.optimizer = get_megatron_optimizer(config, self.chunks)
+        # Routers count tokens in bfloat16, in a function that torch compiles or, after a few models,
+        # runs as written, which rounds otherwise. Small integers are exact in float32.
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                if getattr(module, "local_tokens_per_expert", None) is not None:
+                    module.local_tokens_per_expert = module.local_tokens_per_expert.float()
         self.peaks_bytes: list[int] = []
         self.step_ms: list[float] = []
 
