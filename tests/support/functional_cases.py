@@ -44,6 +44,7 @@ from tools.shared_gpus import ranks_per_gpu
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ROOT / "tests" / "functional_tests" / "test_cases"
 RECIPES = ROOT / "tests" / "test_utils" / "recipes"
+REPRODUCIBLE_KERNELS = ROOT / "tests" / "support" / "reproducible_kernels"
 TIMEOUT_S = 600
 
 Values = Mapping[int, float]
@@ -250,8 +251,10 @@ def train(job: Job, offloads: bool, folder: Path, run_number: int = 1) -> Result
     if run_number == 2:
         return_to_half_way(job, folder)
     environment = environment_of(job, folder)
-    paths = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-    environment["PYTHONPATH"] = paths
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    if job.platform != "cpu":
+        paths.insert(0, str(REPRODUCIBLE_KERNELS))
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     flags = command_line(arguments_of(job, offloads), environment)
     flags += ["--run-record-path", str(record), "--megatron-output-path", "-"]
     log = folder / f"log{run_number}.txt"
