@@ -91,8 +91,8 @@ class Recipe(Training):
             optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True
         )
         self.optimizer = get_megatron_optimizer(config, self.chunks)
-        # Routers count tokens in bfloat16, in a function that torch compiles or, after a few models,
-        # runs as written, which rounds otherwise. Small integers are exact in float32.
+        # Routers count tokens in bfloat16, in a function that torch compiles or, after a few
+        # models, runs as written, which rounds otherwise. Small integers are exact in float32.
         for chunk in self.chunks:
             for module in chunk.modules():
                 if getattr(module, "local_tokens_per_expert", None) is not None:
