@@ -19,7 +19,7 @@ def has_budget(options: Any) -> bool:
     return facts.offload_engine == "slipstream" and facts.activation_memory_budget is not None
 
 
-def _budget_rule(option: str, because: str, off: tuple[Any, ...] = ()) -> Rule:
+def _budget_rule(option: str, because: str, *off: str) -> Rule:
     return option_rule(
         "activation_memory_budget",
         has_budget,
@@ -42,21 +42,20 @@ OTHER_PASSES = (
 
 BUDGET_RULES: tuple[Rule, ...] = (
     _budget_rule(
-        "recompute_granularity",
-        "the budget decides which layers are recomputed as a whole",
-        ("selective",),
+        *("recompute_granularity", "the budget decides which layers are recomputed as a whole"),
+        "selective",
     ),
     _budget_rule(
         "cuda_graph_impl",
         "a captured layer keeps what it recomputes, and one that is recomputed as a whole cannot "
         "be captured",
-        ("none",),
+        "none",
     ),
     _budget_rule(
         "cuda_graph_granularity",
         "a captured chunk keeps what its layers recompute, and is captured before the budget has "
         "settled that",
-        ("layer",),
+        "layer",
     ),
     _budget_rule(
         "overlap_moe_expert_parallel_comm",

@@ -8,9 +8,6 @@ from typing import Any
 
 from megatron.slipstream.options.rules import Condition, Rule, option_rule
 
-_STATELESS_RECIPES = ("tensorwise", "blockwise", "mxfp8")
-"""FP8 recipes that scale a tensor by its own values only."""
-
 
 def _is_chunk(facts: Any) -> bool:
     return bool(facts.cuda_graph_granularity == "chunk")
@@ -47,24 +44,15 @@ def _recomputes_dropout(facts: Any) -> bool:
     )
 
 
-def _has_no_sparse_attention(facts: Any) -> bool:
-    """Whether no captured layer has it; layers that predict further tokens are not captured."""
-    return "D" not in (facts.hybrid_layer_pattern or "").partition("/")[0]
-
-
 CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
-    _unsupported(
-        "cuda_graph_impl",
-        "Slipstream captures chunks itself, instead of megatron-core's graphs",
-        "leave it out",
-        ("none",),
-    ),
-    _unsupported("cuda_graph_modules", "a chunk is captured as a whole"),
-    _unsupported(
-        "cuda_graph_warmup_steps",
-        "shapes are learned from an iteration without graphs",
-        "set at least 1",
-        lambda f: f.cuda_graph_warmup_steps >= 1,
+    *_unsupported.rows(
+        """
+        cuda_graph_impl in none:
+            Slipstream captures chunks itself, instead of megatron-core's graphs; leave it out
+        cuda_graph_modules: a chunk is captured as a whole
+        cuda_graph_warmup_steps: shapes are learned from an iteration without graphs; set at least 1
+        """,
+        cuda_graph_warmup_steps=lambda f: f.cuda_graph_warmup_steps >= 1,
     ),
     option_rule(
         "num_experts",
@@ -88,42 +76,35 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "random numbers again",
         "set the dropout to 0, or recompute modules without it",
     ),
-    _unsupported("moe_input_jitter_eps", "its noise is generated on the host in every call"),
-    _unsupported(
-        "moe_expert_rank_capacity_factor",
-        "Slipstream does not yet know when the dispatcher's memory is ready to be captured",
-        "set moe_expert_capacity_factor with moe_pad_expert_input_to_capacity",
-    ),
-    _unsupported(
-        "moe_paged_stash",
-        "it follows the order of all layers and micro-batches of an iteration, and a graph has "
-        "those of one micro-batch",
-    ),
-    _unsupported(
-        "overlap_moe_expert_parallel_comm",
-        "its schedule interleaves the layers of two micro-batches and never runs a whole chunk",
-    ),
-    _unsupported(
-        "delay_wgrad_compute",
-        "the weight gradients would be computed outside of the chunk's backward",
+    *_unsupported.rows(
+        """
+        moe_input_jitter_eps: its noise is generated on the host in every call
+        moe_expert_rank_capacity_factor:
+            Slipstream does not yet know when the dispatcher's memory is ready to be captured;
+            set moe_expert_capacity_factor with moe_pad_expert_input_to_capacity
+        moe_paged_stash: it follows the order of all layers and micro-batches of an iteration, and a
+            graph has those of one micro-batch
+        overlap_moe_expert_parallel_comm:
+            its schedule interleaves the layers of two micro-batches and never runs a whole chunk
+        delay_wgrad_compute:
+            the weight gradients would be computed outside of the chunk's backward
+        """
     ),
     Condition(_CHUNK, lambda f: _is_chunk(f) and bool(f.fine_grained_activation_offloading))(
         "offload_engine",
         "megatron-core's engine cannot be captured with a whole chunk",
         "set offload_engine=slipstream",
-        lambda f: f.offload_engine == "slipstream",
+        ("slipstream",),
     ),
     _unsupported("cpu_offloading_num_layers", "its copies are issued by the host, layer by layer"),
-    _unsupported_in_fp8(
-        "fp8_recipe",
-        "it may scale tensors by values of earlier passes, and the host computes those scales "
-        "between passes",
-        "set fp8_recipe=tensorwise or blockwise (mxfp8 on Blackwell)",
-        _STATELESS_RECIPES,
-    ),
-    *_unsupported_in_fp8.each(
-        "fp8_dot_product_attention fp8_multi_head_attention",
-        "Transformer Engine scales some tensors of attention by what the passes before had in them",
+    *_unsupported_in_fp8.rows(
+        """
+        fp8_recipe in tensorwise, blockwise, mxfp8:
+            it may scale tensors by values of earlier passes, and the host computes those scales
+            between passes; set fp8_recipe=tensorwise or blockwise (mxfp8 on Blackwell)
+        fp8_dot_product_attention fp8_multi_head_attention: Transformer Engine scales some tensors
+            of attention by what the passes before had in them
+        """
     ),
     _unsupported(
         "fp8_param_gather",
@@ -138,33 +119,24 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "because some may keep state from pass to pass",
         "set fp8 and fp8_recipe for all modules",
     ),
-    _unsupported(
-        "fp4",
-        "gradients are rounded by random numbers, which is not tested in a graph",
-        "train in bf16 or fp8",
-    ),
-    _unsupported(
-        "use_transformer_engine_op_fuser",
-        "its modules keep references to parameters that are replaced during the capture",
-    ),
-    *_unsupported.each(
-        "use_megatron_fsdp use_torch_fsdp2",
-        "parameters have no fixed addresses",
-        "use distributed data parallelism (use_distributed_optimizer)",
-    ),
-    _unsupported("tp_comm_overlap", "all micro-batches in flight share its user buffers"),
-    _unsupported(
-        "hybrid_layer_pattern",
-        "layers D (sparse attention) pass the keys that they choose to later layers in Python "
-        "objects of a pass, which a replay does not have",
-        "use + (multi-latent attention) instead, or set cuda_graph_granularity=layer",
-        _has_no_sparse_attention,
-    ),
-    _unsupported("hybrid_context_parallel", "each micro-batch has another context-parallel group"),
-    _unsupported(
-        "variable_seq_lengths",
-        "a graph has one shape",
-        "leave it out; sequence_packing gives documents of any length one shape",
+    *_unsupported.rows(
+        """
+        fp4: gradients are rounded by random numbers, which is not tested in a graph;
+            train in bf16 or fp8
+        use_transformer_engine_op_fuser:
+            its modules keep references to parameters that are replaced during the capture
+        use_megatron_fsdp use_torch_fsdp2: parameters have no fixed addresses;
+            use distributed data parallelism (use_distributed_optimizer)
+        tp_comm_overlap: all micro-batches in flight share its user buffers
+        hybrid_layer_pattern: layers D (sparse attention) pass the keys that they choose to later
+            layers in Python objects of a pass, which a replay does not have;
+            use + (multi-latent attention) instead, or set cuda_graph_granularity=layer
+        hybrid_context_parallel: each micro-batch has another context-parallel group
+        variable_seq_lengths: a graph has one shape;
+            leave it out; sequence_packing gives documents of any length one shape
+        """,
+        # Layers that predict further tokens, behind a slash, are not captured.
+        hybrid_layer_pattern=lambda f: "D" not in (f.hybrid_layer_pattern or "").partition("/")[0],
     ),
     Condition(
         "with cuda_graph_granularity=chunk and sequence_packing={sequence_packing}",

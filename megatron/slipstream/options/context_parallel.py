@@ -44,35 +44,21 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
     _needs_it("min_dynamic_context_parallel_size", 1),
     _needs_it("max_dynamic_context_parallel_size", None),
     _needs_it("dynamic_context_parallel_verify", False),
-    _unsupported(
-        "sequence_packing",
-        "sizes are chosen when documents of a batch are balanced",
-        "set balanced",
-        ("balanced",),
-    ),
-    _unsupported(
-        "calculate_per_token_loss",
-        "tokens of larger groups would weigh more",
-        "set calculate_per_token_loss=True",
-        lambda f: f.calculate_per_token_loss,
-    ),
-    _unsupported(
-        "cp_comm_type",
-        "other exchanges need groups or numbers of heads that not every size has",
-        "set p2p",
-        _exchanges_in_a_ring,
-    ),
-    _unsupported(
-        "hierarchical_context_parallel_sizes", "its process groups are created for one size"
-    ),
-    _unsupported(
-        "mtp_num_layers", "multi-token prediction shifts tokens within groups of the static size"
-    ),
-    _unsupported(
-        "hybrid_layer_pattern",
-        "multi-token prediction shifts tokens within groups of the static size",
-        "leave the parts after / out",
-        lambda f: "/" not in (f.hybrid_layer_pattern or ""),
+    *_unsupported.rows(
+        """
+        sequence_packing in balanced: sizes are chosen when documents of a batch are balanced;
+            set balanced
+        calculate_per_token_loss in True: tokens of larger groups would weigh more;
+            set calculate_per_token_loss=True
+        cp_comm_type: other exchanges need groups or numbers of heads that not every size has;
+            set p2p
+        hierarchical_context_parallel_sizes: its process groups are created for one size
+        mtp_num_layers: multi-token prediction shifts tokens within groups of the static size
+        hybrid_layer_pattern: multi-token prediction shifts tokens within groups of the static size;
+            leave the parts after / out
+        """,
+        cp_comm_type=_exchanges_in_a_ring,
+        hybrid_layer_pattern=lambda f: "/" not in (f.hybrid_layer_pattern or ""),
     ),
     _unsupported(
         "cuda_graph_impl",
@@ -81,13 +67,12 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
         "capture graphs of every size",
         ("none", "transformer_engine"),
     ),
-    _unsupported(
-        "use_megatron_fsdp", "megatron-core has no process groups of changing size for it"
-    ),
-    *_unsupported.each(
-        "fp8_dot_product_attention fp8_multi_head_attention",
-        "keys and values would be exchanged in FP8 with scales that only the ranks of the static "
-        "group share",
+    *_unsupported.rows(
+        """
+        use_megatron_fsdp: megatron-core has no process groups of changing size for it
+        fp8_dot_product_attention fp8_multi_head_attention: keys and values would be exchanged in
+            FP8 with scales that only the ranks of the static group share
+        """
     ),
 )
 """Requirements on ``DynamicContextParallelOptions`` and on other options."""

@@ -81,26 +81,14 @@ RULES: tuple[Rule, ...] = (
 )
 """Requirements on :class:`~megatron.slipstream.options.fields.OffloadConfig`, beside its types."""
 
-_with_attach = Condition("with attach()", always)
-_NO_END = "it cannot see when training ends"
-
-ATTACH_RULES: tuple[Rule, ...] = (
-    _with_attach(
-        "offload_engine",
-        "that engine knows megatron-core's layers only",
-        "set offload_engine=slipstream",
-        ("slipstream",),
-    ),
-    _with_attach("offload_report_path", _NO_END, "leave it out and call report().save(path)"),
-    _with_attach("offload_trace_path", _NO_END, "leave it out and call save_trace(path)"),
-    _with_attach(
-        "offload_checkpoint_inputs",
-        "the inputs that checkpoints of the chosen modules keep always move",
-    ),
-    _with_attach(
-        "activation_memory_budget",
-        "only megatron-core's layers can be told what to recompute",
-        "leave it out, or set offload_target_memory_gib",
-    ),
-)
+ATTACH_RULES: tuple[Rule, ...] = Condition("with attach()", always).rows("""
+    offload_engine in slipstream: that engine knows megatron-core's layers only;
+        set offload_engine=slipstream
+    offload_report_path: it cannot see when training ends;
+        leave it out and call report().save(path)
+    offload_trace_path: it cannot see when training ends; leave it out and call save_trace(path)
+    offload_checkpoint_inputs: the inputs that checkpoints of the chosen modules keep always move
+    activation_memory_budget: only megatron-core's layers can be told what to recompute;
+        leave it out, or set offload_target_memory_gib
+""")
 """Requirements on an ``OffloadConfig`` that is given to ``attach()``."""

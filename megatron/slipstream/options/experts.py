@@ -6,19 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.slipstream.options.rules import (
-    Condition,
-    Predicate,
-    Rule,
-    is_one_of,
-    option_rule,
-)
+from megatron.slipstream.options.rules import Condition, Predicate, Rule, is_one_of, option_rule
 
 _WITH_FAST_GROUPED_GEMM = (9, 10)
 """Major compute capabilities on which torch's grouped GEMM reads offsets on the device."""
-
-_BYTES_OF_A_READ = 16
-"""Alignment of the rows of a grouped GEMM, in bytes."""
 
 
 def _is_on(facts: Any) -> bool:
@@ -34,8 +25,8 @@ _unsupported = Condition(_ON, _is_on)
 
 
 def _is_a_multiple(option: str) -> Predicate:
-    elements = _BYTES_OF_A_READ // 2  # of bf16
-    return lambda facts: (getattr(facts, option) or 0) % elements == 0
+    # 16 bytes of bf16.
+    return lambda facts: (getattr(facts, option) or 0) % 8 == 0
 
 
 EXPERT_RULES: tuple[Rule, ...] = (
@@ -71,37 +62,24 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "tokens are exchanged between the ranks of their experts only",
         "set moe_token_dispatcher_type=alltoall",
     ),
-    _unsupported(
-        "tensor_model_parallel_size",
-        "the experts' weights and tokens are not divided",
-        "set tensor_model_parallel_size=1",
-        (1,),
+    *_unsupported.rows(
+        """
+        tensor_model_parallel_size in 1: the experts' weights and tokens are not divided;
+            set tensor_model_parallel_size=1
+        moe_token_dispatcher_type in alltoall, allgather: its communication library tells the host
+            how many tokens arrive; set alltoall or allgather
+        moe_expert_capacity_factor:
+            no token is dropped, which gives the experts a fixed number of rows
+        moe_router_padding_for_quantization: it pads each expert by a number that the host reads
+        moe_router_load_balancing_type: the host reads whether it has converged;
+            set aux_loss, seq_aux_loss, global_aux_loss or none
+        add_bias_linear: the experts' biases are added by the host's numbers of tokens;
+            set add_bias_linear=False (--disable-bias-linear)
+        fp16 fp8 fp4: torch's grouped GEMM multiplies bf16
+        """,
+        # One name, or a list.
+        moe_router_load_balancing_type=lambda f: "sinkhorn" not in f.moe_router_load_balancing_type,
     ),
-    _unsupported(
-        "moe_token_dispatcher_type",
-        "its communication library tells the host how many tokens arrive",
-        "set alltoall or allgather",
-        ("alltoall", "allgather"),
-    ),
-    _unsupported(
-        "moe_expert_capacity_factor",
-        "no token is dropped, which gives the experts a fixed number of rows",
-    ),
-    _unsupported(
-        "moe_router_padding_for_quantization", "it pads each expert by a number that the host reads"
-    ),
-    _unsupported(
-        "moe_router_load_balancing_type",
-        "the host reads whether it has converged",
-        "set aux_loss, seq_aux_loss, global_aux_loss or none",
-        lambda f: "sinkhorn" not in f.moe_router_load_balancing_type,  # one name, or a list
-    ),
-    _unsupported(
-        "add_bias_linear",
-        "the experts' biases are added by the host's numbers of tokens",
-        "set add_bias_linear=False (--disable-bias-linear)",
-    ),
-    *_unsupported.each("fp16 fp8 fp4", "torch's grouped GEMM multiplies bf16"),
     option_rule(
         "quant_recipe",
         _is_on,
@@ -111,35 +89,23 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "torch's grouped GEMM multiplies bf16",
         "leave it out",
     ),
-    *(
-        _unsupported(
-            option,
-            "a grouped GEMM reads rows in steps of 16 bytes",
-            "set a multiple of 8",
-            _is_a_multiple(option),
-        )
-        for option in ("hidden_size", "moe_ffn_hidden_size", "moe_latent_size")
-    ),
-    *_unsupported.each(
-        "delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad",
-        "weight gradients are computed with those of the tokens",
-    ),
-    _unsupported("use_transformer_engine_op_fuser", "its fused experts are other modules"),
-    _unsupported(
-        "moe_paged_stash",
-        "it stashes what the fused experts of Transformer Engine (use_transformer_engine_op_fuser) "
-        "save in MXFP8 or NVFP4, and nothing of other experts",
-    ),
-    *_unsupported.each(
-        "use_megatron_fsdp use_torch_fsdp2",
-        "it does not know a weight of all experts",
-        "use distributed data parallelism (use_distributed_optimizer)",
-    ),
-    _unsupported(
-        "cuda_graph_impl",
-        "graphs of layers are not tested with these experts",
-        "set cuda_graph_impl=none",
-        ("none",),
+    *_unsupported.rows(
+        """
+        hidden_size moe_ffn_hidden_size moe_latent_size:
+            a grouped GEMM reads rows in steps of 16 bytes; set a multiple of 8
+        delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad:
+            weight gradients are computed with those of the tokens
+        use_transformer_engine_op_fuser: its fused experts are other modules
+        moe_paged_stash: it stashes what the fused experts of Transformer Engine
+            (use_transformer_engine_op_fuser) save in MXFP8 or NVFP4, and nothing of other experts
+        use_megatron_fsdp use_torch_fsdp2: it does not know a weight of all experts;
+            use distributed data parallelism (use_distributed_optimizer)
+        cuda_graph_impl in none: graphs of layers are not tested with these experts;
+            set cuda_graph_impl=none
+        """,
+        hidden_size=_is_a_multiple("hidden_size"),
+        moe_ffn_hidden_size=_is_a_multiple("moe_ffn_hidden_size"),
+        moe_latent_size=_is_a_multiple("moe_latent_size"),
     ),
     Condition(f"{_ON} on a GPU", _is_on_gpu)(
         "bf16",

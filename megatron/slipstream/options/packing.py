@@ -63,9 +63,10 @@ def _predicts_more_with_experts(facts: Any) -> bool:
     return _predicts_more(facts) and bool(facts.num_experts)
 
 
-def _balancing_types(facts: Any) -> set[str]:
+def _balances_by_token(facts: Any) -> bool:
     given = facts.moe_router_load_balancing_type
-    return {given} if isinstance(given, str) else set(given)
+    kinds = {given} if isinstance(given, str) else set(given)
+    return not kinds & {"sinkhorn", "quantile_balancing"}
 
 
 PACKED_LAYER_RULES: tuple[Rule, ...] = (
@@ -81,16 +82,13 @@ PACKED_LAYER_RULES: tuple[Rule, ...] = (
         "leave --no-rope-fusion out, or attn out of cuda_graph_modules",
         lambda f: f.apply_rope_fusion,
     ),
-    *_unsupported_in_layers.each(
-        "fp8 fp4", "the graphs of a layer would share quantized weights that each of them computes"
-    ),
-    _unsupported_in_layers(
-        "overlap_moe_expert_parallel_comm",
-        "its schedule interleaves the layers of two micro-batches",
-    ),
-    _unsupported_in_layers(
-        "delay_wgrad_compute",
-        "the graphs of weight gradients are found by the number of the micro-batch",
+    *_unsupported_in_layers.rows(
+        """
+        fp8 fp4: the graphs of a layer would share quantized weights that each of them computes
+        overlap_moe_expert_parallel_comm: its schedule interleaves the layers of two micro-batches
+        delay_wgrad_compute:
+            the graphs of weight gradients are found by the number of the micro-batch
+        """
     ),
     Condition(
         _LAYERS, lambda f: _captures_layers(f) and bool(f.fine_grained_activation_offloading)
@@ -98,7 +96,7 @@ PACKED_LAYER_RULES: tuple[Rule, ...] = (
         "offload_engine",
         "megatron-core's engine expects a graph for each micro-batch",
         "set offload_engine=slipstream",
-        lambda f: f.offload_engine == "slipstream",
+        ("slipstream",),
     ),
 )
 """Requirements of graphs of layers on packed training."""
@@ -132,55 +130,41 @@ PACKING_RULES: tuple[Rule, ...] = (
         "ranks have different numbers of labels that count",
         "set calculate_per_token_loss=True",
     ),
-    _unsupported("reset_position_ids", "packing restarts positions in every document"),
-    _unsupported("reset_attention_mask", "packing hides documents from each other"),
-    _unsupported(
-        "dataloader_inter_document_masking",
-        "both pack documents, and only one can make the batches",
-        "leave one of them out",
+    *_unsupported.rows(
+        """
+        reset_position_ids: packing restarts positions in every document
+        reset_attention_mask: packing hides documents from each other
+        dataloader_inter_document_masking: both pack documents, and only one can make the batches;
+            leave one of them out
+        sft: its dataset makes its own packs; leave one of them out
+        hybrid_context_parallel: its scheduler makes its own micro-batches; leave one of them out
+        dataloader_fast_cache_load dataloader_defer_npy_index_mmap:
+            it expects the index files of megatron's own datasets
+        dataloader_type in None, single, cyclic: megatron then does not make the batches;
+            set 'single'
+        """
     ),
-    _unsupported("sft", "its dataset makes its own packs", "leave one of them out"),
-    _unsupported(
-        "hybrid_context_parallel",
-        "its scheduler makes its own micro-batches",
-        "leave one of them out",
+    *_unsupported_if_balanced.rows(
+        """
+        dataloader_type in None, single: shuffled micro-batches are no longer balanced within a
+            batch; set 'single' (documents are shuffled before they are packed), or
+            sequence_packing=greedy
+        rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed:
+            packs are spread over batches of one size; set sequence_packing=greedy
+        """
     ),
-    *_unsupported.each(
-        "dataloader_fast_cache_load dataloader_defer_npy_index_mmap",
-        "it expects the index files of megatron's own datasets",
-    ),
-    _unsupported(
-        "dataloader_type",
-        "megatron then does not make the batches",
-        "set 'single'",
-        (None, "single", "cyclic"),
-    ),
-    _unsupported_if_balanced(
-        "dataloader_type",
-        "shuffled micro-batches are no longer balanced within a batch",
-        "set 'single' (documents are shuffled before they are packed), or sequence_packing=greedy",
-        (None, "single"),
-    ),
-    *_unsupported_if_balanced.each(
-        "rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed",
-        "packs are spread over batches of one size",
-        "set sequence_packing=greedy",
-    ),
-    _unsupported(
-        "moe_router_load_balancing_type",
-        "it routes each token depending on all others, padding included",
-        "set aux_loss, seq_aux_loss, global_aux_loss or none",
-        lambda f: not _balancing_types(f) & {"sinkhorn", "quantile_balancing"},
-    ),
-    _unsupported(
-        "hybrid_layer_pattern",
-        "other layers than attention, MLP and MoE are not known to keep documents apart (the "
-        "state of some carries over)",
-        "use only * (attention), + (multi-latent attention), - (MLP) and E (MoE)",
-        lambda f: not set(f.hybrid_layer_pattern or "") - set("*+-E|/"),
-    ),
-    _unsupported(
-        "experimental_attention_variant", "such layers are not known to keep documents apart"
+    *_unsupported.rows(
+        """
+        moe_router_load_balancing_type:
+            it routes each token depending on all others, padding included;
+            set aux_loss, seq_aux_loss, global_aux_loss or none
+        hybrid_layer_pattern: other layers than attention, MLP and MoE are not known to keep
+            documents apart (the state of some carries over);
+            use only * (attention), + (multi-latent attention), - (MLP) and E (MoE)
+        experimental_attention_variant: such layers are not known to keep documents apart
+        """,
+        moe_router_load_balancing_type=_balances_by_token,
+        hybrid_layer_pattern=lambda f: not set(f.hybrid_layer_pattern or "") - set("*+-E|/"),
     ),
     Condition(_PACKS, lambda f: _packs(f) and f.transformer_impl == "transformer_engine")(
         "attention_backend",

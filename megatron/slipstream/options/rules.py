@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Union
 
@@ -126,14 +128,29 @@ class Condition(NamedTuple):
         message = f"{option}={{{option}}} is not supported {self.where} because {because}"
         return option_rule(option, self.when, requires, message, cure)
 
-    def each(self, options: str, because: str, cure: str = "leave it out") -> tuple[Rule, ...]:
-        """Return the rules of several options for one reason."""
-        return tuple(self(option, because, cure) for option in options.split())
+    def rows(self, table: str, **accepts: Predicate) -> tuple[Rule, ...]:
+        """Return the rules of a table in text, in its order.
+
+        Args:
+            table: A row is 'option: because; cure' and goes on in indented lines. It may name
+                several options, and 'option in a, b' the values that are supported.
+            accepts: Whether an option's value is supported, by option.
+        """
+        rules = []
+        for row in re.split(r"\n(?! )", textwrap.dedent(table).strip()):
+            named, _, text = " ".join(row.split()).partition(": ")
+            options, _, values = named.partition(" in ")
+            because, _, cure = text.partition("; ")
+            for option in options.split():
+                accepted = accepts.get(option, values.split(", ") if values else None)
+                rules.append(self(option, because, cure or "leave it out", accepted))
+        return tuple(rules)
 
 
 def is_one_of(option: str, values: Collection[Any]) -> Predicate:
-    """Return a predicate for whether ``option`` has one of these values."""
-    return lambda facts: getattr(facts, option) in values
+    """Return a predicate for whether ``option`` has one of these values, or of their names."""
+    names = {*map(str, values)}
+    return lambda facts: str(getattr(facts, option)) in names
 
 
 def check_rules(rules: Iterable[Rule], options: Any, **more: Any) -> list[Finding]:

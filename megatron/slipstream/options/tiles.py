@@ -61,50 +61,38 @@ TILE_RULES: tuple[Rule, ...] = (
         )
         for option in (_LOSS, _MLPS)
     ),
-    _with_tiles(
-        "overlap_moe_expert_parallel_comm",
-        "the layers of two micro-batches then run in parts of their own",
+    *_with_tiles.rows(
+        """
+        overlap_moe_expert_parallel_comm:
+            the layers of two micro-batches then run in parts of their own
+        gtp_weight_remat_size in 1: each tile would gather the weights once more;
+            set gtp_weight_remat_size=1
+        use_megatron_fsdp use_torch_fsdp2:
+            it gathers parameters and takes gradients by hooks, which a tile does not run
+        cuda_graph_impl: a backward inside the backward has not been captured in a graph of the
+            whole iteration and compared; set cuda_graph_impl=none
+        """,
+        cuda_graph_impl=lambda f: f.cuda_graph_impl != "full_iteration",
     ),
-    _with_tiles(
-        "gtp_weight_remat_size",
-        "each tile would gather the weights once more",
-        "set gtp_weight_remat_size=1",
-        lambda f: f.gtp_weight_remat_size == 1,
+    *_with_loss.rows(
+        """
+        mtp_num_layers: the acceptance rate of its predictions is computed from whole logits;
+            set loss_sequence_tiles=1
+        defer_embedding_wgrad_compute: it keeps the gradient of whole logits
+        use_mup: it scales logits between the output layer and the loss
+        fp8_output_proj: a tile of logits would have a scale of its own
+        """
     ),
-    *_with_tiles.each(
-        "use_megatron_fsdp use_torch_fsdp2",
-        "it gathers parameters and takes gradients by hooks, which a tile does not run",
+    *_with_mlps.rows(
+        """
+        fp8 fp4: what is computed again in backward could be quantized by another scale
+        delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad:
+            it computes the weights' gradients after backward, from the last tile alone
+        mlp_chunks_for_training in 1: both divide the same sequence; set mlp_chunks_for_training=1
+        tp_comm_overlap: its buffers have the size of a whole sequence
+        moe_paged_stash: it keeps the tensors that a tile computes again
+        """
     ),
-    _with_tiles(
-        "cuda_graph_impl",
-        "a backward inside the backward has not been captured in a graph of the whole iteration "
-        "and compared",
-        "set cuda_graph_impl=none",
-        lambda f: f.cuda_graph_impl != "full_iteration",
-    ),
-    _with_loss(
-        "mtp_num_layers",
-        "the acceptance rate of its predictions is computed from whole logits",
-        "set loss_sequence_tiles=1",
-    ),
-    _with_loss("defer_embedding_wgrad_compute", "it keeps the gradient of whole logits"),
-    _with_loss("use_mup", "it scales logits between the output layer and the loss"),
-    _with_loss("fp8_output_proj", "a tile of logits would have a scale of its own"),
-    *_with_mlps.each(
-        "fp8 fp4", "what is computed again in backward could be quantized by another scale"
-    ),
-    *_with_mlps.each(
-        "delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad",
-        "it computes the weights' gradients after backward, from the last tile alone",
-    ),
-    _with_mlps(
-        "mlp_chunks_for_training",
-        "both divide the same sequence",
-        "set mlp_chunks_for_training=1",
-        lambda f: f.mlp_chunks_for_training == 1,
-    ),
-    _with_mlps("tp_comm_overlap", "its buffers have the size of a whole sequence"),
-    _with_mlps("moe_paged_stash", "it keeps the tensors that a tile computes again"),
     _with_mlps(
         "recompute_modules",
         "each tile is computed again anyway",

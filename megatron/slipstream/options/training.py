@@ -109,9 +109,6 @@ model."""
 
 
 _without_gpu = Condition("without a GPU", lambda f: not f.has_gpu)
-_offloading_without_gpu = Condition(
-    "without a GPU", lambda f: not f.has_gpu and f.fine_grained_activation_offloading
-)
 
 
 def _graphs_are_off(option: str, off: Any) -> Rule:
@@ -141,18 +138,14 @@ def _writes_files(facts: Any) -> bool:
 
 
 MACHINE_RULES: tuple[Rule, ...] = (
-    _offloading_without_gpu(
-        "offload_engine",
-        "megatron-core's engine is written for CUDA streams",
-        "set offload_engine=slipstream",
-        ("slipstream",),
-    ),
-    _offloading_without_gpu(
-        "offload_backend",
-        "there is no device memory to leave",
-        "set offload_backend=auto or cpu",
-        ("auto", "cpu", "cpu-lazy"),
-    ),
+    *Condition(
+        "without a GPU", lambda f: not f.has_gpu and f.fine_grained_activation_offloading
+    ).rows("""
+        offload_engine in slipstream: megatron-core's engine is written for CUDA streams;
+            set offload_engine=slipstream
+        offload_backend in auto, cpu, cpu-lazy: there is no device memory to leave;
+            set offload_backend=auto or cpu
+    """),
     _without_gpu(
         "activation_memory_budget",
         "host memory stands in for the device's, and has no end of its own",
@@ -160,9 +153,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
         lambda f: f.activation_memory_budget != "auto",
     ),
     _graphs_are_off("cuda_graph_impl", "none"),
-    _graphs_are_off("enable_cuda_graph", False),
-    _graphs_are_off("external_cuda_graph", False),
-    _graphs_are_off("optimizer_cuda_graph", False),
+    *(_graphs_are_off(f"{of}_cuda_graph", False) for of in ("enable", "external", "optimizer")),
     _without_gpu(
         "transformer_impl",
         "its kernels run on CUDA only",

@@ -33,6 +33,7 @@ from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.options.modules import OF_LATENT_ATTENTION, OUTSIDE_LAYERS
 from megatron.slipstream.options.rules import (
+    Accepted,
     Condition,
     Predicate,
     Rule,
@@ -136,59 +137,41 @@ def _facts(args: Any, config: Any, state_gib: Optional[float]) -> Facts:
 
 
 _unsupported = Condition("with a plan from flags", always)
-
-_IN_16_BITS = "leave it out for sizes in 16 bits, an upper limit, or plan a recorded trace"
-_BY_RECIPE = (
-    "what Transformer Engine keeps of a quantised tensor depends on recipe and GPU and has not "
-    "been measured"
-)
-_NOT_MODELLED = (
-    "heterogeneous_layers_config_path",
-    *("experimental_attention_variant", "attention_output_gate", "qk_l2_norm"),
-    *("fp32_residual_connection", "cpu_offloading", "moe_expert_capacity_factor"),
-    *("moe_latent_size", "moe_apply_probs_on_input", "use_transformer_engine_op_fuser"),
-    *("use_te_activation_func", "activation_func_fp8_input_store"),
-    *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute"),
-    *("moe_paged_stash", "moe_expert_rank_capacity_factor", "fused_residual_rmsnorm"),
-    *("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
-    *("use_kitchen_attention", "hybrid_context_parallel", "logits_load_dir", "perform_rl_step"),
-    *("heterogeneous_layers_config_encoded_json", "use_fused_weighted_squared_relu"),
-    *("overlap_dispatch_backward_with_experts_wgrad", "distribute_saved_activations"),
-)
+_NOT_MODELLED = """
+    heterogeneous_layers_config_path experimental_attention_variant attention_output_gate
+        qk_l2_norm fp32_residual_connection cpu_offloading moe_expert_capacity_factor
+        moe_latent_size moe_apply_probs_on_input use_transformer_engine_op_fuser
+        use_te_activation_func activation_func_fp8_input_store overlap_moe_expert_parallel_comm
+        delay_wgrad_compute defer_embedding_wgrad_compute moe_paged_stash
+        moe_expert_rank_capacity_factor fused_residual_rmsnorm use_grouped_gemm_for_dense_mlp
+        use_grouped_gemm_for_shared_expert use_kitchen_attention hybrid_context_parallel
+        logits_load_dir perform_rl_step heterogeneous_layers_config_encoded_json
+        use_fused_weighted_squared_relu overlap_dispatch_backward_with_experts_wgrad
+        distribute_saved_activations: what its layers save is not modelled
+"""
 """Options that change what layers save."""
 
-_OTHER_STATE = (
-    *("use_megatron_fsdp", "use_torch_fsdp2", "fp4_param_gather"),
-    "freeze_all_layers",
-)
-"""Options that change the memory of weights, gradients and optimizer."""
+
+def _not_modelled(option: str, accepts: Accepted = None) -> Rule:
+    return _unsupported(option, "what its layers save is not modelled", accepts=accepts)
 
 
-def _not_modelled(option: str, accepts: Optional[Predicate] = None) -> Rule:
-    return _unsupported(option, "what its layers save is not modelled", "leave it out", accepts)
+def _is_at_most_1(option: str) -> Predicate:
+    return lambda facts: (getattr(facts, option) or 1) <= 1
 
 
-def _other_state(option: str, accepts: Optional[Predicate] = None) -> Rule:
-    return Condition("with a plan from flags", lambda f: f.state_gib is None)(
-        option,
-        "state is planned as 16-bit weights, their gradients and Adam's state",
-        "set --state-gib to the GiB of weights, gradients and optimizer on a rank",
-        accepts,
-    )
-
-
-STATE_RULES: tuple[Rule, ...] = (
-    *map(_other_state, _OTHER_STATE),
-    _other_state("optimizer", is_one_of("optimizer", ("adam",))),
-    _other_state("fp8_param_gather", lambda f: not f.fp8_param_gather or f.fp8_recipe == "mxfp8"),
-    _other_state(
-        "num_distributed_optimizer_instances",
-        lambda f: (f.num_distributed_optimizer_instances or 1) <= 1,
-    ),
-    _other_state("gtp_weight_remat_size", lambda f: (f.gtp_weight_remat_size or 1) <= 1),
-    _other_state(
-        "expert_gtp_weight_remat_size", lambda f: (f.expert_gtp_weight_remat_size or 1) <= 1
-    ),
+STATE_RULES = Condition("with a plan from flags", lambda f: f.state_gib is None).rows(
+    """
+    use_megatron_fsdp use_torch_fsdp2 fp4_param_gather freeze_all_layers optimizer fp8_param_gather
+        num_distributed_optimizer_instances gtp_weight_remat_size expert_gtp_weight_remat_size:
+        state is planned as 16-bit weights, their gradients and Adam's state;
+        set --state-gib to the GiB of weights, gradients and optimizer on a rank
+    """,
+    optimizer=is_one_of("optimizer", ("adam",)),
+    fp8_param_gather=lambda f: not f.fp8_param_gather or f.fp8_recipe == "mxfp8",
+    num_distributed_optimizer_instances=_is_at_most_1("num_distributed_optimizer_instances"),
+    gtp_weight_remat_size=_is_at_most_1("gtp_weight_remat_size"),
+    expert_gtp_weight_remat_size=_is_at_most_1("expert_gtp_weight_remat_size"),
 )
 """Restrictions of the state that is derived from the parameters."""
 
@@ -198,79 +181,59 @@ def _has_letter(facts: Any, letter: str) -> bool:
 
 
 PLAN_RULES: tuple[Rule, ...] = (
-    _unsupported(
-        "hybrid_layer_pattern",
-        "what D (sparse attention) saves is not modelled",
-        "plan a recorded iteration of the model (offload_trace_path) instead, or a pattern of + "
-        "for D",
-        lambda f: not _has_letter(f, "D"),
-    ),
-    _unsupported(
-        "use_mamba_mem_eff_path",
-        "what Mamba saves on its other path is not modelled",
-        "leave --disable-mamba-mem-eff-path out",
-        lambda f: f.use_mamba_mem_eff_path is not False or not _has_letter(f, "M"),
-    ),
-    _unsupported(
-        "deterministic_mode",
-        "what a gated delta net saves without its kernels is not modelled",
-        "leave it out",
-        lambda f: not f.deterministic_mode or not _has_letter(f, "G"),
+    *_unsupported.rows(
+        """
+        hybrid_layer_pattern: what D (sparse attention) saves is not modelled; plan a recorded
+            iteration of the model (offload_trace_path) instead, or a pattern of + for D
+        use_mamba_mem_eff_path: what Mamba saves on its other path is not modelled;
+            leave --disable-mamba-mem-eff-path out
+        deterministic_mode: what a gated delta net saves without its kernels is not modelled
+        """,
+        hybrid_layer_pattern=lambda f: not _has_letter(f, "D"),
+        use_mamba_mem_eff_path=lambda f: (
+            f.use_mamba_mem_eff_path is not False or not _has_letter(f, "M")
+        ),
+        deterministic_mode=lambda f: not f.deterministic_mode or not _has_letter(f, "G"),
     ),
     _not_modelled("fp8_recipe", lambda f: not f.fp8 or f.fp8_recipe in QUANTIZED_BYTES),
     _not_modelled("fp8_dot_product_attention"),
-    _unsupported("fp4", _BY_RECIPE, _IN_16_BITS),
-    _not_modelled(
-        "mtp_num_layers", lambda f: not f.mtp_num_layers or "/" in (f.hybrid_layer_pattern or "")
-    ),
-    *map(_not_modelled, _NOT_MODELLED),
     _unsupported(
-        "offload_checkpoint_inputs",
-        "inputs that checkpoints of modules keep are not modelled",
-        "leave it out, or set recompute_granularity=full",
-        lambda f: not f.offload_checkpoint_inputs or f.recompute_granularity == "full",
+        "fp4",
+        "what Transformer Engine keeps of a quantised tensor depends on recipe and GPU and has not "
+        "been measured",
+        "leave it out for sizes in 16 bits, an upper limit, or plan a recorded trace",
     ),
-    _unsupported(
-        "activation_memory_budget",
-        "training chooses from what it measures",
-        "leave it out; --frontier of 'slipstream plan' shows what budgets give",
-    ),
-    _unsupported(
-        "offload_engine",
-        "megatron-core's engine follows no plan",
-        "set offload_engine=slipstream",
-        is_one_of("offload_engine", ("slipstream",)),
-    ),
-    _not_modelled("mlp_chunks_for_training", lambda f: (f.mlp_chunks_for_training or 1) <= 1),
-    *(
-        _unsupported(
-            option,
-            "only tiles whose length follows from shapes are modelled",
-            f"set {option}=auto",
-            is_one_of(option, (1, None, "auto")),
-        )
-        for option in ("loss_sequence_tiles", "mlp_sequence_tiles")
-    ),
-    _not_modelled("cuda_graph_impl", is_one_of("cuda_graph_impl", ("none",))),
-    _not_modelled("cuda_graph_granularity", is_one_of("cuda_graph_granularity", ("layer",))),
-    _unsupported(
-        "transformer_impl",
-        "what its layers save is not modelled",
-        "set transformer_impl=transformer_engine",
-        is_one_of("transformer_impl", ("transformer_engine", "local")),
-    ),
-    _unsupported(
-        "moe_grouped_gemm",
-        "megatron-core marks the experts only if they are grouped",
-        "set --moe-grouped-gemm",
-        lambda f: not f.num_moe_experts or f.moe_grouped_gemm,
-    ),
-    _unsupported(
-        "moe_token_dispatcher_type",
-        "the tokens that it gathers are not modelled",
-        "set --moe-token-dispatcher-type alltoall",
+    _not_modelled("mtp_num_layers", lambda f: not f.mtp_num_layers or _has_letter(f, "/")),
+    *_unsupported.rows(_NOT_MODELLED),
+    *_unsupported.rows(
+        """
+        offload_checkpoint_inputs: inputs that checkpoints of modules keep are not modelled;
+            leave it out, or set recompute_granularity=full
+        activation_memory_budget: training chooses from what it measures;
+            leave it out; --frontier of 'slipstream plan' shows what budgets give
+        offload_engine in slipstream: megatron-core's engine follows no plan;
+            set offload_engine=slipstream
+        mlp_chunks_for_training: what its layers save is not modelled
+        loss_sequence_tiles in 1, None, auto:
+            only tiles whose length follows from shapes are modelled; set loss_sequence_tiles=auto
+        mlp_sequence_tiles in 1, None, auto:
+            only tiles whose length follows from shapes are modelled; set mlp_sequence_tiles=auto
+        cuda_graph_impl in none: what its layers save is not modelled
+        cuda_graph_granularity in layer: what its layers save is not modelled
+        transformer_impl in transformer_engine, local: what its layers save is not modelled;
+            set transformer_impl=transformer_engine
+        moe_grouped_gemm: megatron-core marks the experts only if they are grouped;
+            set --moe-grouped-gemm
+        moe_token_dispatcher_type: the tokens that it gathers are not modelled;
+            set --moe-token-dispatcher-type alltoall
+        """,
+        offload_checkpoint_inputs=lambda f: (
+            not f.offload_checkpoint_inputs or f.recompute_granularity == "full"
+        ),
+        mlp_chunks_for_training=_is_at_most_1("mlp_chunks_for_training"),
+        moe_grouped_gemm=lambda f: not f.num_moe_experts or f.moe_grouped_gemm,
         # With one rank, nothing is gathered.
-        lambda f: (
+        moe_token_dispatcher_type=lambda f: (
             f.moe_token_dispatcher_type != "allgather"
             or not f.num_moe_experts
             or f.expert_model_parallel_size == f.tensor_model_parallel_size == 1
