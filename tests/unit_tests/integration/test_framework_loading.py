@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -148,9 +149,7 @@ def test_slime_is_told_when_its_flags_leave_nothing_to_move(
 def _parse_as_slime(rank: int, world_size: int, port: int, words: list[str]) -> list[Any]:
     from megatron.training.arguments import parse_args
 
-    from megatron.slipstream.integration.entry.arguments import _process_arguments
-
-    with _process_arguments(words):
+    with mock.patch.object(sys, "argv", ["train.py", *words]):
         args = parse_args(None, ignore_unknown_args=True)
     return [args.fine_grained_activation_offloading, args.offload_modules]
 

@@ -11,6 +11,7 @@ import sys
 from collections import UserList
 from collections.abc import Iterable
 from typing import Any, get_type_hints
+from unittest import mock
 
 import pytest
 from ranks import run_ranks
@@ -269,9 +270,7 @@ def test_a_field_that_the_configuration_lacks_is_refused() -> None:
 def _parse(rank: int, world_size: int, port: int, words: list[str]) -> dict[str, Any]:
     from megatron.training.arguments import parse_args
 
-    from megatron.slipstream.integration.entry.arguments import _process_arguments
-
-    with _process_arguments(words):
+    with mock.patch.object(sys, "argv", ["train.py", *words]):
         parsed = vars(parse_args())
     return {name: parsed[name] for name in DEFAULTS if parsed.get(name) is not None}
 

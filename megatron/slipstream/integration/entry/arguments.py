@@ -11,11 +11,12 @@ import argparse
 import dataclasses
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
+from unittest import mock
 
 import torch
 
@@ -40,23 +41,16 @@ from megatron.slipstream.patches.table import Feature
 logger = logging.getLogger(__name__)
 
 # Megatron's defaults assume a GPU. These come before the user's flags, so the user's win.
-_CPU_DEFAULTS: tuple[tuple[str, ...], ...] = (
-    ("--distributed-backend", "gloo"),
-    ("--transformer-impl", "local"),
-    ("--num-workers", "0"),
-    ("--use-cpu-initialization",),
-    ("--no-gradient-accumulation-fusion",),
-    ("--no-persist-layer-norm",),
-    ("--no-rope-fusion",),
-    ("--no-masked-softmax-fusion",),
-    ("--no-bias-gelu-fusion",),
-    ("--no-bias-swiglu-fusion",),
-    ("--no-bias-dropout-fusion",),
-)
+_CPU_DEFAULTS = """
+    --distributed-backend gloo --transformer-impl local --num-workers 0 --use-cpu-initialization
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --no-rope-fusion
+    --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
+    --no-bias-dropout-fusion
+"""
 
 # Megatron assumes Apex's fused weight gradient and raises without it in the first forward of the
 # output layer, on that pipeline stage only; the others then hang.
-_GPU_DEFAULTS: tuple[tuple[str, ...], ...] = (("--no-gradient-accumulation-fusion",),)
+_GPU_DEFAULTS = "--no-gradient-accumulation-fusion"
 _APEX_FUSED_WEIGHT_GRADIENT = "fused_weight_gradient_mlp_cuda"
 """The extension module of Apex that megatron's gradient_accumulation_fusion calls."""
 
@@ -95,7 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     # argparse would print megatron's thousand-line usage before the one line that matters.
     def error(message: str) -> NoReturn:
         compat.refuse_later_flags(message)
-        raise ValueError(message + _nearest_flags(parser, message))
+        known = parser._option_string_actions
+        words = (word.rstrip(":,").split("=")[0] for word in message.split() if word[:2] == "--")
+        unknown = [word for word in words if word not in known]
+        raise ValueError(message + nearest_flags(unknown, known))
 
     parser.error = error  # type: ignore[method-assign]
     return parser
@@ -150,7 +147,9 @@ def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
         )
     from megatron.training import arguments as megatron_arguments
 
-    with _process_arguments([*defaults, *argv]):
+    # Megatron's parser always reads the arguments of the process.
+    program = sys.argv[0] if sys.argv else "pretrain_gpt.py"
+    with mock.patch.object(sys, "argv", [program, *defaults, *argv]):
         args = megatron_arguments.parse_args(add_arguments)
     complete_arguments(args)
     if args.moe_layer_freq == 1 and "mlp" in graphed_modules(args) and has_layers(args, "-"):
@@ -203,33 +202,21 @@ def defaults_of_machine(argv: Sequence[str]) -> list[str]:
             return []
     else:
         needed, reason = _CPU_DEFAULTS, "no GPU found; running on the CPU"
-    added = [flag for flags in needed if flags[0] not in given for flag in flags]
+    flags = (flag.split() for flag in re.findall(r"--\S+(?: [^-\s]\S*)?", needed))
+    added = [word for words in flags if words[0] not in given for word in words]
     if added and rank() == 0:
         logger.info("%s with %s", reason, " ".join(added))
     return added
 
 
-@contextmanager
-def _process_arguments(argv: Sequence[str]) -> Iterator[None]:
-    """Context with these arguments in ``sys.argv``, which megatron's parser always reads."""
-    before = sys.argv
-    sys.argv = [before[0] if before else "pretrain_gpt.py", *argv]
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
-def _nearest_flags(parser: argparse.ArgumentParser, message: str) -> str:
-    known = [flag for action in parser._actions for flag in action.option_strings]
-    words = [word.rstrip(":,").split("=")[0] for word in message.split() if word[:2] == "--"]
-    unknown = [word for word in words if word not in known]
-    return nearest_flags(unknown, known)
-
-
 def print_help(everything: bool) -> None:
     """Print our flags with examples; with ``everything`` also megatron's flags."""
     cpu_only.install_training_shims()
+    modules = (
+        "\nwhat to move (megatron's --fine-grained-activation-offloading --offload-modules ...):\n"
+    )
+    width = max(map(len, MODULE_NAMES))
+    modules += "".join(f"    {name:<{width}}  {what}\n" for name, what in MODULE_NAMES.items())
     parser = argparse.ArgumentParser(
         prog="pretrain_gpt.py",
         description=(
@@ -237,7 +224,7 @@ def print_help(everything: bool) -> None:
             "forward pass and back before the backward pass needs them. Takes all of megatron's "
             "flags and those below."
         ),
-        epilog=_EXAMPLES + _modules_help() + "\nMegatron's own flags: --help-all",
+        epilog=f"{_EXAMPLES}{modules}\nMegatron's own flags: --help-all",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="pretrain_gpt.py [megatron's flags] [slipstream's flags]",
         allow_abbrev=False,
@@ -247,25 +234,11 @@ def print_help(everything: bool) -> None:
 
         add_megatron_arguments(parser)
     add_arguments(parser)
-    _repair_help(parser)
-    parser.print_help()
-
-
-def _repair_help(parser: argparse.ArgumentParser) -> None:
-    """Escape a bare '%' in megatron's help texts, which argparse cannot format."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         try:
             formatter._expand_help(action)
         except (KeyError, TypeError, ValueError):
+            # A bare '%' in megatron's help texts, which argparse cannot format.
             action.help = (action.help or "").replace("%", "%%")
-
-
-def _modules_help() -> str:
-    width = max(map(len, MODULE_NAMES))
-    rows = [f"    {name:<{width}}  {what}" for name, what in MODULE_NAMES.items()]
-    return (
-        "\nwhat to move (megatron's --fine-grained-activation-offloading --offload-modules ...):\n"
-        + "\n".join(rows)
-        + "\n"
-    )
+    parser.print_help()

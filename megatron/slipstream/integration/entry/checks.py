@@ -20,10 +20,11 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
+from unittest import mock
 
 import torch
 
@@ -104,7 +105,11 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
         prepare_arguments(args)
     goals.prepare_arguments(args)
     if args.use_checkpoint_args:
-        _load_from_checkpoint(args)
+        from megatron.training.checkpointing import load_args_from_checkpoint
+
+        with naming_refusals():
+            load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+            load_args_from_checkpoint(args)
     validate(args)
     # Check again: options may come from a checkpoint, or have been given by former names.
     require(f for f in check_options(args) if f not in before)
@@ -112,16 +117,6 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
 
     set_global_variables(args)
     return args
-
-
-def _load_from_checkpoint(args: Any) -> None:
-    from megatron.training.checkpointing import load_args_from_checkpoint
-
-    try:
-        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-        load_args_from_checkpoint(args)
-    except AssertionError as error:
-        raise refused_by_megatron(error) from error
 
 
 def validate(args: Any) -> None:
@@ -136,23 +131,26 @@ def validate(args: Any) -> None:
     from megatron.training.arguments import validate_args
 
     offloading = args.fine_grained_activation_offloading
+    args.fine_grained_activation_offloading = offloading and torch.cuda.is_available()
     try:
-        args.fine_grained_activation_offloading = offloading and torch.cuda.is_available()
-        validate_args(args, {})
-    except AssertionError as error:
-        raise refused_by_megatron(error) from error
+        with naming_refusals():
+            validate_args(args, {})
     finally:
         args.fine_grained_activation_offloading = offloading
 
 
-def refused_by_megatron(error: AssertionError) -> ValueError:
-    """Return the assertion as a ``ValueError``; without a message, it quotes the check."""
-    test = traceback.extract_tb(error.__traceback__)[-1].line or "an unnamed check"
-    missing = re.fullmatch(r"assert args\.(\w+) is not None", test)
-    cure = f"; set --{missing[1].replace('_', '-')}" if missing else ""
-    return ValueError(
-        str(error) or f"megatron refuses the arguments because of its check: {test}{cure}"
-    )
+@contextlib.contextmanager
+def naming_refusals() -> Iterator[None]:
+    """Raise megatron's assertions as ``ValueError``; one without a message quotes the check."""
+    try:
+        yield
+    except AssertionError as error:
+        test = traceback.extract_tb(error.__traceback__)[-1].line or "an unnamed check"
+        missing = re.fullmatch(r"assert args\.(\w+) is not None", test)
+        cure = f"; set --{missing[1].replace('_', '-')}" if missing else ""
+        raise ValueError(
+            str(error) or f"megatron refuses the arguments because of its check: {test}{cure}"
+        ) from error
 
 
 # Doctor and plan
@@ -190,7 +188,9 @@ def check_flags(flags: Sequence[str], num_processes: Optional[int] = None) -> Ch
         findings = check_by(lambda: arguments.apply_tokenizer(args), "tokenizer_json")
         findings += check_options(args, flags) + check_run(args)
         refusal = _refusal_of_megatron(args)
-        if refusal is not None and not _is_of_an_option_in(refusal, findings):
+        # An error in the findings, which includes a fix, may name the same option.
+        errors = " ".join(finding.text for finding in findings if finding.severity == "error")
+        if refusal is not None and not _options_in(refusal) & _options_in(errors):
             findings.append(REFUSED_BY_MEGATRON.found(message=refusal))
         if refusal is None:
             # Options by former names now have the present ones.
@@ -207,16 +207,13 @@ def parse_for(
         ValueError: The flags cannot be parsed.
     """
     args = arguments.parse(flags, defaults)
-    args.world_size = num_processes or _fewest_processes(args)
-    return args
-
-
-def _fewest_processes(args: Any) -> int:
-    """Smallest number that both the dense and the expert group sizes divide."""
+    # At least as many as both the dense and the expert group sizes divide.
     pipeline = args.pipeline_model_parallel_size
     dense = args.tensor_model_parallel_size * args.context_parallel_size * pipeline
     expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    return math.lcm(dense, expert_tensor * args.expert_model_parallel_size * pipeline)
+    experts = expert_tensor * args.expert_model_parallel_size * pipeline
+    args.world_size = num_processes or math.lcm(dense, experts)
+    return args
 
 
 def _refusal_of_megatron(args: Any) -> Optional[str]:
@@ -225,9 +222,8 @@ def _refusal_of_megatron(args: Any) -> Optional[str]:
         from megatron.slipstream.integration.entry import providers
 
         validate(args)
-        providers.model_config(args)
-    except AssertionError as error:
-        return str(refused_by_megatron(error))
+        with naming_refusals():
+            providers.model_config(args)
     except ValueError as error:
         return str(error)
     # Megatron's code may raise any exception on unexpected input.
@@ -236,13 +232,7 @@ def _refusal_of_megatron(args: Any) -> Optional[str]:
     return None
 
 
-def _is_of_an_option_in(refusal: str, findings: Iterable[Finding]) -> bool:
-    """Whether an error in ``findings``, which includes a fix, names an option in ``refusal``."""
-    named = (_named(finding.text) for finding in findings if finding.severity == "error")
-    return bool(_named(refusal) & set().union(*named))
-
-
-def _named(text: str) -> set[str]:
+def _options_in(text: str) -> set[str]:
     """Return the options named in a text, except names that could be ordinary words."""
     return {word for word in re.findall(r"\w+", text) if "_" in word}
 
@@ -255,13 +245,12 @@ def as_in_training(**variables: str) -> Iterator[None]:
         variables: Environment variables that a launcher sets in addition to the usual ones.
     """
     usual = {"NVTE_CPU_OFFLOAD_V1": "1", "RANK": "0", "WORLD_SIZE": "1"}
-    before, level, sink = dict(os.environ), logging.root.manager.disable, io.StringIO()
-    for name, value in {**usual, **variables}.items():
-        os.environ.setdefault(name, value)
+    level, sink = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.CRITICAL)
     try:
         # Megatron's warnings concern a real training.
         with (
+            mock.patch.dict(os.environ, {**usual, **variables, **os.environ}),
             warnings.catch_warnings(action="ignore"),
             contextlib.redirect_stdout(sink),
             contextlib.redirect_stderr(sink),
@@ -269,9 +258,6 @@ def as_in_training(**variables: str) -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
 
 
 # Findings
@@ -300,7 +286,13 @@ def check_run(args: Any) -> list[Finding]:
     """Return findings that prevent training on this machine: devices, data, files."""
     facts = Facts(args, has_gpu=torch.cuda.is_available())
     findings = check_rules((*MACHINE_RULES, *SCHEDULE_RULES), facts)
-    return findings + _check_data(args) + _check_outputs(args)
+    findings += _check_data(args)
+    options = ("offload_report_path", "offload_trace_path", "run_record_path")
+    paths = {name: Path(getattr(args, name)) for name in options if getattr(args, name) is not None}
+    findings += check_by(partial(require_distinct, paths))
+    for option, path in paths.items():
+        findings += check_by(partial(require_writable, option, path), option)
+    return findings
 
 
 def _unused_flags(args: Any, argv: Sequence[str]) -> list[Finding]:
@@ -359,12 +351,3 @@ def dataset_prefixes(args: Any) -> list[list[str]]:
             "of a dataset made by tools/preprocess_text.py, or --mock-data"
         )
     return [prefixes for prefixes, _ in blends]
-
-
-def _check_outputs(args: Any) -> list[Finding]:
-    options = ("offload_report_path", "offload_trace_path", "run_record_path")
-    paths = {name: Path(getattr(args, name)) for name in options if getattr(args, name) is not None}
-    findings = check_by(partial(require_distinct, paths))
-    for option, path in paths.items():
-        findings += check_by(partial(require_writable, option, path), option)
-    return findings

@@ -84,14 +84,12 @@ def _config(args: Any) -> Any:
     from megatron.training import arguments as megatron_arguments
 
     try:
-        with _as_with_transformer_engine(args) as fused:
+        with checks.naming_refusals(), _as_with_transformer_engine(args) as fused:
             megatron_arguments.validate_args(args, {})
             config = megatron_arguments.core_transformer_config_from_args(args)
         for name, value in fused.items():
             setattr(config, name, value)
         return config
-    except AssertionError as error:
-        raise checks.refused_by_megatron(error) from error
     except (KeyError, TypeError, AttributeError) as error:
         # Megatron's code may raise any exception on unexpected input.
         raise ValueError(
@@ -317,10 +315,14 @@ def _shape(args: Any, config: Any) -> ModelShape:
     cp_comm_type = args.cp_comm_type
     if isinstance(cp_comm_type, list):  # One for all layers, or one for each.
         cp_comm_type = cp_comm_type[0]
+    vocab_size = getattr(args, "padded_vocab_size", None)
+    if vocab_size is None:
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        vocab_size = -(-args.vocab_size // multiple) * multiple
     shape = shape_of_config(
         config,
         args.hybrid_layer_pattern,
-        vocab_size=_padded_vocab_size(args),
+        vocab_size=vocab_size,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
@@ -374,14 +376,6 @@ def shape_of_config(config: Any, pattern: Optional[str], **training: Any) -> Mod
     if pattern is None:
         return shape_of_options(config, layers_per_chunk=counts, **training)
     return shape_of_options(config, **pattern_fields(config, pattern, counts), **training)
-
-
-def _padded_vocab_size(args: Any) -> int:
-    padded = getattr(args, "padded_vocab_size", None)
-    if padded is not None:
-        return int(padded)
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return -(-int(args.vocab_size) // int(multiple)) * int(multiple)
 
 
 def _backend(args: Any, config: Any) -> AttentionBackend:

@@ -25,7 +25,7 @@ from megatron.slipstream.fine_grained_activation_offload.report import RankRepor
 from megatron.slipstream.fine_grained_activation_offload.run_metadata import settings
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.integration.entry.arguments import print_help, use_one_device_queue
-from megatron.slipstream.integration.entry.checks import parse_and_validate, refused_by_megatron
+from megatron.slipstream.integration.entry.checks import naming_refusals, parse_and_validate
 from megatron.slipstream.integration.entry.output import MegatronOutput
 from megatron.slipstream.integration.record.monitor import Monitor
 from megatron.slipstream.integration.record.run_files import RunFiles
@@ -159,10 +159,8 @@ def _exit_without_cleanup(code: int) -> NoReturn:
 def _bind_pretrain(args: Any) -> compat.Pretrain:
     from megatron.slipstream.integration.entry import providers
 
-    try:
+    with naming_refusals():
         return compat.bind_pretrain(args, providers.model_config(args))
-    except AssertionError as error:
-        raise refused_by_megatron(error) from error
 
 
 def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
