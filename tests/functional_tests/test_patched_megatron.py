@@ -3,8 +3,8 @@
 """Megatron-LM with the patch series, and without the plugin, on CPUs.
 
 Its ``pretrain_gpt.py`` trains the cases of ``test_cases`` whose flags the series has, bitwise as
-ours does with the plugin and the same Megatron; both without graphs that the series lacks. Needs a
-checkout, which stays as it is: ``./run upstream --megatron DIR --test``.
+ours does with the plugin and the same Megatron. Needs a checkout, which stays as it is:
+``./run upstream --megatron DIR --test``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ SETTINGS = {
     # A plan has the limit, whose default is a part of what is free.
     "--offload-host-memory-limit-bytes": str(1 << 30),
 }
-GRAPHS = "--cuda-graph-granularity"
 TOKENIZER = "--tokenizer-json"
 """Our flag for the sizes of a tokenizer, which Megatron has flags for."""
 OWN_FLAGS = {f"--{field.name.replace('_', '-')}" for group, _ in GROUPS for field in fields(group)}
@@ -109,10 +108,10 @@ def test_a_case_computes_what_it_does_with_the_plugin(
     job: Job, trees: dict[str, Tree], tmp_path: Path
 ) -> None:
     lacking = _lacking(job, trees["patched"])
-    if lacking - {GRAPHS}:
+    if lacking:
         pytest.skip(f"{', '.join(sorted(lacking))} is not part of the series yet")
     for run_number in range(1, 3 if job.config.TEST_TYPE == "ckpt-resume" else 2):
-        plugin, patched = _train(job, trees, tmp_path, run_number, lacking)
+        plugin, patched = _train(job, trees, tmp_path, run_number)
         for ours, theirs in zip(plugin, patched, strict=True):
             for step, results in enumerate(ours["iterations"]):
                 assert theirs["iterations"][step] == results, f"iteration {step + 1}"
@@ -142,7 +141,7 @@ def _tokenizer(file: Optional[str], variables: dict[str, str]) -> dict[str, str]
 
 
 def _train(
-    job: Job, trees: dict[str, Tree], folder: Path, run_number: int, lacking: set[str]
+    job: Job, trees: dict[str, Tree], folder: Path, run_number: int
 ) -> list[list[dict[str, Any]]]:
     """The results of each rank, with the plugin and in the patched tree."""
     started = {}
@@ -156,7 +155,6 @@ def _train(
             ["bash", "-ec", job.config.BEFORE_SCRIPT], check=True, cwd=ROOT, env=environment
         )
         arguments = arguments_of(job) | SETTINGS
-        arguments = {flag: value for flag, value in arguments.items() if flag not in lacking}
         arguments |= _tokenizer(arguments.pop(TOKENIZER, None), environment)
         flags = command_line(arguments, environment)
         flags += defaults_of_machine(flags)

@@ -124,8 +124,6 @@ class _Graph:
             torch.enable_grad(),
             patch.object(cuda_graphs, "_IS_GRAPH_CAPTURING", True),
             patch.object(LayerCopies, "engine_of", lambda *_: None),
-            # A graph has what was captured.
-            patch.object(self.layer, "_mask_now", None, create=True),
             _nothing_moves(),
         ):
             outputs = self.layer._te_cuda_graph_capture(self.hidden, **self.kwargs)

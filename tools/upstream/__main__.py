@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Optional
 
 from tools.upstream.anchors import MovedError
-from tools.upstream.commits import NOT_YET
 from tools.upstream.edits import version_of
 from tools.upstream.modules import ROOT
 from tools.upstream.series import Made, git, make
@@ -85,7 +84,7 @@ def _show(series: Iterator[Made]) -> None:
             print(f"   {lines:3} in {path}, {name}: {why}")
         if made.left_out:
             print(f"   left out: {made.left_out}")
-    print(f"{edited} lines in files of Megatron; not in the series yet: {', '.join(NOT_YET)}")
+    print(f"{edited} lines in files of Megatron")
     if edited > MAX_EDITED_LINES:
         raise RuntimeError(f"the series edits more than {MAX_EDITED_LINES} lines in place")
 

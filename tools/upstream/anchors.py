@@ -175,20 +175,23 @@ class Edit:
         source.write()
 
 
-def decorated(path: str, name: str, decorator: str, module: str, why: str) -> Edit:
+def decorated(
+    path: str, name: str, decorator: str, module: str, why: str, is_inner: bool = False
+) -> Edit:
     """Return the edit that puts a decorator of a module above a function."""
-    return Edit(path, name, decorate(decorator), why, ((module, decorator),))
+    return Edit(path, name, decorate(decorator, is_inner), why, ((module, decorator),))
 
 
 # Kinds of changes.
 
 
-def decorate(decorator: str) -> Change:
-    """Put a decorator above those of a function."""
+def decorate(decorator: str, is_inner: bool = False) -> Change:
+    """Put a decorator above those of a function, or below them."""
 
     def change(source: Source, name: str) -> None:
         found = source.function(name)
-        first = min([found.lineno, *(d.lineno for d in found.decorator_list)])
+        others = [] if is_inner else found.decorator_list
+        first = min([found.lineno, *(d.lineno for d in others)])
         source.insert(first, f"@{decorator}\n", found.col_offset)
 
     return change

@@ -12,7 +12,7 @@ from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import Patch
 from tools.upstream.anchors import Edit
 from tools.upstream.fields import budget_edits, chunk_edits, expert_edits, field_edits
-from tools.upstream.graph_edits import layer_graph_edits
+from tools.upstream.graph_edits import layer_graph_edits, packed_graph_edits
 from tools.upstream.modules import ENGINE_FOLDERS, modules_in
 from tools.upstream.packed_edits import dynamic_edits, packed_edits
 
@@ -118,7 +118,7 @@ COMMITS = (
             *("patches.graph_calls", "integration.graphs.goals", "integration.graphs.layer_copies"),
             *("integration.seam.layer_classes", "options.preflight"),
         ),
-        new=("select.py", "test_layer_graphs.py"),
+        new=("select.py", "offloaded_models.py", "test_layer_graphs.py"),
     ),
     Commit(
         "Packed sequences: whole documents side by side, in tensors of one shape",
@@ -135,6 +135,20 @@ COMMITS = (
         new=("offloaded_models.py", "test_packed_sequences.py"),
     ),
     Commit(
+        "Dynamic context parallelism: each micro-batch of packed sequences has a size of its own",
+        "dynamic_context_parallel divides a long document among as many ranks as it needs, beside\n"
+        "short ones that stay on one. Attention takes the group from the micro-batch, in rotary\n"
+        "embeddings too, and in backward when it is recomputed.",
+        name="dynamic",
+        edits=dynamic_edits,
+        modules=(
+            *modules_in("context_parallel"),
+            *("integration.packed.batch_group", "integration.packed.context_parallel_groups"),
+            *("integration.packed.dynamic_batches", "options.context_parallel"),
+        ),
+        new=("test_dynamic_context_parallel.py",),
+    ),
+    Commit(
         "Sync-free experts: the host waits for no number of tokens",
         "moe_sync_free_experts keeps the number of tokens of each expert on the device: dropless\n"
         "experts on torch's grouped GEMM, with the losses, gradients and checkpoints of others.",
@@ -149,16 +163,21 @@ COMMITS = (
         "Chunk graphs: one CUDA graph for the forward of a pipeline stage, one for its backward",
         "cuda_graph_granularity='chunk' replays the layers of a model chunk as a whole, with the\n"
         "copies of planned offloading inside. Slots follow from the schedule, so any number of\n"
-        "micro-batches replays; experts need static shapes, or no number of tokens on the host.",
+        "micro-batches replays; experts need static shapes, or no number of tokens on the host.\n"
+        "With dynamic context parallelism there are graphs of every size, in the same memory.",
         name="chunks",
         edits=chunk_edits,
         modules=(
             *modules_in("graphs"),
-            *("integration.graphs.chunks", "integration.graphs.quantized_weights"),
-            *("integration.graphs.rotary_tables", "integration.graphs.schedules"),
+            *("integration.graphs.chunks", "integration.graphs.cp_sizes"),
+            *("integration.graphs.quantized_weights", "integration.graphs.rotary_tables"),
+            "integration.graphs.schedules",
             *("options.chunk_graphs", "patches.attributes", "patches.exchanged_tensors"),
         ),
-        new=("offloaded_models.py", "test_chunk_graphs.py"),
+        new=(
+            *("offloaded_models.py", "captured_models.py", "test_chunk_graphs.py"),
+            "test_dynamic_context_parallel.py",
+        ),
         tests=(
             "graphs/test_*.py",
             "fine_grained_activation_offload/test_races_gpu.py",
@@ -166,6 +185,24 @@ COMMITS = (
             *(f"integration/test_{name}.py" for name in ("rotary_tables", "schedules")),
             "integration/test_quantized_weights.py",
         ),
+    ),
+    Commit(
+        "Packed sequences in the CUDA graphs of layers",
+        "Layers are captured with the arguments of an eager iteration: offsets, padding mask and\n"
+        "rotary table become static inputs. A chunk has as many sets of graphs as micro-batches\n"
+        "in flight, and with dynamic context parallelism those of every size.",
+        name="packed_layers",
+        rows=table.LAYER_CAPTURE,
+        modules=(
+            *("patches.layer_capture", "integration.graphs.packed_layers"),
+            *("options.context_parallel", "options.packing"),
+        ),
+        new=(
+            *("captured_models.py", "test_packed_layer_graphs.py"),
+            "test_dynamic_context_parallel.py",
+        ),
+        tests=("integration/test_packed_layers.py",),
+        edits=packed_graph_edits,
     ),
     Commit(
         "Planned offloading: recomputation and a memory budget",
@@ -183,24 +220,4 @@ COMMITS = (
         edits=budget_edits,
         helpers=("integration.cpu.cpu_memory",),
     ),
-    Commit(
-        "Dynamic context parallelism: each micro-batch of packed sequences has a size of its own",
-        "dynamic_context_parallel divides a long document among as many ranks as it needs, beside\n"
-        "short ones that stay on one. Attention takes the group from the micro-batch, in rotary\n"
-        "embeddings too, and in backward when it is recomputed.",
-        name="dynamic",
-        edits=dynamic_edits,
-        modules=(
-            *modules_in("context_parallel"),
-            *("integration.packed.batch_group", "integration.packed.context_parallel_groups"),
-            *("integration.packed.dynamic_batches", "options.context_parallel"),
-        ),
-        new=("test_dynamic_context_parallel.py",),
-    ),
 )
-
-NOT_YET = (
-    "packed sequences in graphs of layers",
-    "chunk graphs of dynamic context parallelism",
-)
-"""Commits that would follow."""

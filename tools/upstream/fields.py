@@ -20,7 +20,7 @@ from tools.upstream.anchors import (
     decorated,
     instead_of_call,
 )
-from tools.upstream.modules import CHUNK_GRAPHS, ENGINE, EXPERTS, source_of
+from tools.upstream.modules import ENGINE, EXPERTS, GRAPH_TRAINING, source_of
 
 CONFIG = "megatron/core/transformer/transformer_config.py"
 _CLASS = "TransformerConfig"
@@ -43,10 +43,7 @@ float | Literal["auto"] | None = field(
 """
 """A field of which Megatron's factory makes a flag only with a function that reads it."""
 _LEFT_OUT = {
-    "cuda_graph_granularity": (
-        ", replayed by Slipstream",
-        " With --dynamic-context-parallel a graph is captured for every size.",
-    ),
+    "cuda_graph_granularity": (", replayed by Slipstream",),
     "activation_memory_budget": (
         "Switches offloading on, including the inputs of checkpoints; the default of "
         "`--offload-modules` is then all modules of the model that can move. ",
@@ -132,8 +129,8 @@ def chunk_edits(root: Path) -> list[Edit]:
             "field of chunk graphs",
         ),
         decorated(
-            *("megatron/training/training.py", "train", "replays_chunks"),
-            *(f"{CHUNK_GRAPHS}.model_chunks", "the training loop would run all passes eagerly"),
+            *("megatron/training/training.py", "train", "captures_model", GRAPH_TRAINING),
+            "the training loop would run all passes eagerly",
         ),
     ]
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.upstream.anchors import Edit, at_start, decorated, in_class
+from tools.upstream.anchors import Edit, decorated, in_class
 from tools.upstream.modules import place_of
 
 _CALLS = str(place_of("patches.graph_calls"))
+_PACKED_CALLS = str(place_of("patches.layer_capture"))
+_STALE = "replays would read the sequence offsets of the capture"
 _MODULE = "megatron/core/transformer/module.py"
 _LAYER = "megatron/core/transformer/transformer_layer.py"
 _MAMBA = "megatron/core/ssm/mamba_layer.py"
@@ -19,11 +21,10 @@ _ATTRIBUTE = '''\
 graph_copies = None
 """Notifies the offloading engine of captures and replays; None: no copies are in the graphs."""
 '''
-_WITH_BACKWARD = """\
-if self.graph_copies is not None and self.cuda_graphs and not torch.is_grad_enabled():
-    return False  # A pass without backward would use the graphs of one in flight.
-
-"""
+_PACKED = '''\
+packed = None
+"""The layers of its chunk whose graphs take packed sequences; None if they do not."""
+'''
 
 
 def layer_graph_edits(root: Path) -> list[Edit]:
@@ -39,6 +40,10 @@ def layer_graph_edits(root: Path) -> list[Edit]:
             *(_MODULE, f"{_CLASS}._get_te_cuda_graph_replay_args", "replays_beside_copies"),
             "work after a graph would wait for its copies",
         ),
+        (
+            *(_MODULE, f"{_CLASS}._should_call_te_cudagraph", "replays_with_backward"),
+            "a pass without gradients would replay graphs that a backward needs",
+        ),
         (_LAYER, "TransformerLayer._te_cuda_graph_capture", "captures_copies", lost),
         (_LAYER, "TransformerLayer._te_cuda_graph_replay", "notes_replay", uncounted),
         (_MAMBA, "MambaLayer._te_cuda_graph_replay", "notes_replay", uncounted),
@@ -49,8 +54,34 @@ def layer_graph_edits(root: Path) -> list[Edit]:
             "the layers that follow would lack what they call",
         ),
         *(decorated(*place, decorator, _CALLS, why) for *place, decorator, why in methods),
+    ]
+
+
+def packed_graph_edits(root: Path) -> list[Edit]:
+    """Return the edits that make graphs of layers take packed sequences."""
+    del root
+    methods = (
+        (_MODULE, f"{_CLASS}._should_call_te_cudagraph", "needs_free_graphs"),
+        (_LAYER, "TransformerLayer.forward", "learns_arguments"),
+        (_LAYER, "TransformerLayer._forward_mlp", "keeps_padding_mask"),
+        (_LAYER, "MoETransformerLayer._forward_mlp", "keeps_padding_mask"),
+        (_LAYER, "TransformerLayer._te_cuda_graph_capture", "captures_packed"),
+        (_LAYER, "TransformerLayer._te_cuda_graph_replay", "replays_packed"),
+        (_LAYER, "TransformerLayer._get_te_cuda_graph_replay_args", "passes_static_inputs"),
+    )
+    why = {
+        "needs_free_graphs": "a micro-batch would use the graphs of one in flight",
+        "learns_arguments": "what layers are called with would be unknown",
+        "keeps_padding_mask": "experts in a graph would get no padding mask",
+        "captures_packed": "graphs would have no sequence offsets",
+    }
+    return [
         Edit(
-            *(_MODULE, f"{_CLASS}._should_call_te_cudagraph", at_start(_WITH_BACKWARD)),
-            "a pass without gradients would replay graphs that a backward needs",
+            *(_MODULE, _CLASS, in_class(_PACKED)),
+            "the layers that follow would lack what they call",
+        ),
+        *(
+            decorated(*place, decorator, _PACKED_CALLS, why.get(decorator, _STALE), is_inner=True)
+            for *place, decorator in methods
         ),
     ]

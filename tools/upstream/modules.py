@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -22,9 +23,12 @@ EXPERTS = "megatron.core.transformer.moe.sync_free"
 CHUNK_GRAPHS = f"{PIPELINE}.chunk_graphs"
 PACKED = "megatron.core.datasets.packed"
 PACKED_TRAINING = "megatron.training.packed_sequences"
+GRAPH_TRAINING = "megatron.training.captured_models"
 DYNAMIC_TRAINING = "megatron.training.dynamic_context_parallel"
 TESTS = "tests/unit_tests/pipeline_parallel"
 SUPPORT = f"{TESTS}/offload_support"
+NEW_MODULES = {"captured_models.py": GRAPH_TRAINING}
+"""Files of ``new`` that are not part of the engine, and their names there."""
 HEAD = (
     "# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0."
 )
@@ -43,8 +47,10 @@ FOLDERS = {
 MODULES = {
     "estimate.schedules": f"{PIPELINE}.offload_plan.schedules",
     "integration.graphs.chunks": f"{CHUNK_GRAPHS}.model_chunks",
+    "integration.graphs.cp_sizes": f"{CHUNK_GRAPHS}.cp_sizes",
     "integration.graphs.goals": f"{ENGINE}.graph_goals",
     "integration.graphs.layer_copies": f"{ENGINE}.layer_copies",
+    "integration.graphs.packed_layers": f"{CHUNK_GRAPHS}.packed_layers",
     "integration.graphs.quantized_weights": f"{CHUNK_GRAPHS}.quantized_weights",
     "integration.graphs.rotary_tables": f"{CHUNK_GRAPHS}.rotary_tables",
     "integration.graphs.schedules": f"{CHUNK_GRAPHS}.num_slots",
@@ -79,6 +85,7 @@ MODULES = {
     "patches.d2h_by_kernel": "megatron.core.d2h_by_kernel",
     "patches.exchanged_tensors": f"{CHUNK_GRAPHS}.exchanged_tensors",
     "patches.graph_calls": "megatron.core.transformer.graph_calls",
+    "patches.layer_capture": "megatron.core.transformer.packed_graph_calls",
     "patches.marks": f"{ENGINE}.marks",
     "patches.model_calls": f"{ENGINE}.model_calls",
     "patches.multihot_map": "megatron.core.transformer.moe.multihot_map",
@@ -129,10 +136,7 @@ KEEP = {
 }
 """Of some modules only these definitions, with what they use."""
 DROP = {
-    "options.packing": {
-        *("PACKED_LAYER_RULES", "_LAYERS", "_captures_attention", "_captures_layers"),
-        "_unsupported_in_layers",
-    },
+    "integration.graphs.chunks": {"change_model_config", "prepare_arguments"},
     "integration.experts.sync_free_experts": {"SyncFreeExpertsLayer", "with_sync_free_experts"},
     "fine_grained_activation_offload.report": {
         *("SCHEMA", "VERSION", "_File", "Report.to_json", "Report.from_json", "Report.save"),
@@ -140,11 +144,7 @@ DROP = {
 }
 """Definitions that do not move: they read and write files of our tools."""
 INSTEAD = {
-    "integration.graphs.chunks": {
-        "change_model_config": "replays_chunks.py",
-        "prepare_arguments": "",
-        "_exchanged_tensors_stay": "exchanged_tensors_stay.py",
-    },
+    "integration.graphs.chunks": {"_exchanged_tensors_stay": "exchanged_tensors_stay.py"},
     "options.fields": {"_check_types": "check_types.py"},
     "packed_sequences.dataset": {"watched": "watched.py", "_QUIET_S": ""},
     "patches.rotary_kernels": {"runs_triton": ""},
@@ -159,27 +159,12 @@ REWORD = {
             "    for module in chunk.modules():\n"
             "        if isinstance(module, DynamicGroupMixin):\n"
             '            yield "dynamic_context_parallel"\n',
-            '    if getattr(config, "dynamic_context_parallel", False):\n'
+            "    if config.dynamic_context_parallel:\n"
             '        yield "dynamic_context_parallel"\n    for module in chunk.modules():\n',
         ),
     ),
     "integration.graphs.chunks": (
-        ("import gc\n", "import functools\nimport gc\n"),
-        ("import exchanged_tensors, table\n", "import exchanged_tensors, model_calls\n"),
-        ("bank import ChunkGraphs\n", "bank import ChunkGraphs, CpSizes\n"),
-        ("    limits: Optional[RankLimits] = None,\n", ""),
-        (
-            "        limits: With dynamic context parallelism, the ranks that share micro-batches: "
-            "a bank of\n            graphs, one for each size, is created, which needs the process "
-            "groups, a collective over\n"
-            "            all ranks. None: micro-batches have one size.\n",
-            "",
-        ),
-        (
-            '        model = get_attr_wrapped_model(wrapper, "decoder", return_model_obj=True)\n'
-            "        sizes = sizes_of(model, limits)\n",
-            "        sizes = CpSizes()\n",
-        ),
+        ("import exchanged_tensors, table\n", "import exchanged_tensors\n"),
         (
             "    table.apply(Feature.FUSED_ROTATION)\n    if torch.cuda.is_available():\n"
             "        table.apply(Feature.PEAK_MEMORY)\n",
@@ -221,24 +206,29 @@ REWORD = {
             "it is not known when the dispatcher's memory is ready to be captured",
         ),
     ),
-    "options.context_parallel": (
-        (
-            '"set transformer_engine, or leave it out and set cuda_graph_granularity=chunk; '
-            'both "\n        "capture graphs of every size",\n'
-            '        ("none", "transformer_engine"),\n',
-            '"leave it out",\n        ("none",),\n',
-        ),
-    ),
-    "options.packing": (
-        ("    *PACKED_LAYER_RULES,\n", ""),
-        (
-            '"set transformer_engine, or leave it out and set cuda_graph_granularity=chunk",\n'
-            '        ("none", "transformer_engine"),\n',
-            '"leave it out",\n        ("none",),\n',
-        ),
-    ),
 }
 """Text that names what does not exist there."""
+UNTIL = {
+    "packed_layers": {
+        "options.context_parallel": (
+            (
+                '"set transformer_engine, or leave it out and set cuda_graph_granularity=chunk; '
+                'both "\n        "capture graphs of every size",\n'
+                '        ("none", "transformer_engine"),\n',
+                '"leave it out",\n        ("none",),\n',
+            ),
+        ),
+        "options.packing": (
+            ("    *PACKED_LAYER_RULES,\n", ""),
+            (
+                '"set transformer_engine, or leave it out and set cuda_graph_granularity=chunk",\n'
+                '        ("none", "transformer_engine"),\n',
+                '"leave it out",\n        ("none",),\n',
+            ),
+        ),
+    },
+}
+"""Text that names what does not exist there until the commit of a name."""
 
 
 class Landed(NamedTuple):
@@ -275,8 +265,8 @@ def modules_in(room: str) -> list[str]:
     return [module for module in found if module not in STAY]
 
 
-def landed(module: str) -> Landed:
-    """Return the file that a module becomes."""
+def landed(module: str, made: frozenset[str]) -> Landed:
+    """Return the file that a module becomes after the commits of these names."""
     place = place_of(module)
     assert place is not None, module
     path = source_of(module)
@@ -285,18 +275,24 @@ def landed(module: str) -> Landed:
     else:
         name = "/__init__.py" if path.name == "__init__.py" else ".py"
         target = place.replace(".", "/") + name
-    return Landed(target, rewritten(path.read_text(), module))
+    later = [words[module] for name, words in UNTIL.items() if name not in made and module in words]
+    text = _reworded(path.read_text(), module, itertools.chain.from_iterable(later))
+    return Landed(target, rewritten(text, module))
 
 
 @cache
 def rewritten(text: str, module: str = "") -> str:
     """Return the text of a module or a test there, before unused imports are removed."""
-    text = _without(text, module)
-    for old, new in REWORD.get(module, ()):
-        if old not in text:
-            raise ValueError(f"{module} has no longer the text {old!r}; adapt REWORD")
-        text = text.replace(old, new)
+    text = _reworded(_without(text, module), module, REWORD.get(module, ()))
     return _renamed(text).replace(HEAD, HEAD_THERE)
+
+
+def _reworded(text: str, module: str, words: Iterable[tuple[str, str]]) -> str:
+    for old, new in words:
+        if old not in text:
+            raise ValueError(f"{module} has no longer the text {old!r}; adapt tools/upstream")
+        text = text.replace(old, new)
+    return text
 
 
 def check(path: str, text: str) -> None:

@@ -78,15 +78,16 @@ def make(root: Path, commits: Sequence[Commit] = COMMITS) -> Iterator[Made]:
             continue
         landed |= set(commit.modules)
         made.add(commit.name)
-        files = [modules.landed(module) for module in commit.modules]
-        files += [file for name in commit.new for file in _new_files(name, frozenset(made))]
+        names = frozenset(made)
+        files = [modules.landed(module, names) for module in commit.modules]
+        files += [file for name in commit.new for file in _new_files(name, names)]
         files += [
             file
             for name in commit.new
             if name.startswith("test_")
             for file in helpers_of(modules.NEW_TEXT / name, frozenset(landed))
         ]
-        files += [modules.landed(module) for module in commit.helpers]
+        files += [modules.landed(module, names) for module in commit.helpers]
         num_staying = 0
         for pattern in commit.tests:
             tests, left = shipped(pattern, frozenset(landed))
@@ -121,7 +122,8 @@ def _new_files(name: str, made: frozenset[str]) -> list[Landed]:
         return [Landed(f"{SUPPORT}/{name}", text)]
     if name.startswith("test_"):
         return [Landed(f"{TEST_PLACES.get(name, f'{TESTS}/offload_engine')}/{name}", text)]
-    return [Landed(f"{modules.ENGINE.replace('.', '/')}/{name}", text)]
+    place = modules.NEW_MODULES.get(name, f"{modules.ENGINE}.{name.removesuffix('.py')}")
+    return [Landed(f"{place.replace('.', '/')}.py", text)]
 
 
 def _copy_native(root: Path, commit: Commit) -> None:
@@ -129,7 +131,7 @@ def _copy_native(root: Path, commit: Commit) -> None:
     name = "fine_grained_activation_offload.native"
     if name not in commit.modules:
         return
-    target = root / modules.landed(name).path
+    target = root / modules.landed(name, frozenset()).path
     for path in sorted(modules.source_of(name).parent.iterdir()):
         if path.suffix in (".h", ".cpp"):
             text = path.read_text()

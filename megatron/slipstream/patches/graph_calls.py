@@ -2,8 +2,8 @@
 
 """Decorators of a graphable layer's methods that capture and replay its CUDA graphs.
 
-What they call is the layer's ``graph_copies``: None unless it offloads in its graphs. Nothing is
-imported here, since megatron-core's layers are imported before its schedules.
+What they call is the layer's ``graph_copies``: None unless it offloads in its graphs. Nothing of
+megatron-core is imported here, since its layers are imported before its schedules.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 
 def captures_copies(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,3 +54,18 @@ def replays_beside_copies(run: Callable[..., Any]) -> Callable[..., Any]:
         return positional, named
 
     return arguments_of
+
+
+def replays_with_backward(should_call: Callable[..., Any]) -> Callable[..., bool]:
+    """Decorate ``_should_call_te_cudagraph``: a pass without backward runs eagerly.
+
+    It would use the graphs of a micro-batch in flight.
+    """
+
+    @functools.wraps(should_call)
+    def is_graphed(layer: Any, *arguments: Any, **inputs: Any) -> bool:
+        if not should_call(layer, *arguments, **inputs):
+            return False
+        return not layer.cuda_graphs or torch.is_grad_enabled()
+
+    return is_graphed

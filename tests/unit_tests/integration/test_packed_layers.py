@@ -21,8 +21,8 @@ from megatron.slipstream.graphs.bank import CpSizes
 from megatron.slipstream.graphs.capture import Tail
 from megatron.slipstream.graphs.slots import SlotMemories, SlotMemory
 from megatron.slipstream.integration.graphs.layer_copies import offload_layers
-from megatron.slipstream.integration.graphs.layers import GraphedMixin
 from megatron.slipstream.integration.graphs.packed_layers import PackedLayers
+from megatron.slipstream.patches.layer_capture import keeps_padding_mask, replays_packed
 
 OFFSETS = "packed_seq_params_cu_seqlens_q"
 
@@ -39,9 +39,10 @@ def captured(*layers: Any, num_sets: int = 1, pre_process: bool = True) -> Packe
     """Layers with graphs; a graph is its static inputs."""
     model: Any = torch.nn.Module()
     model.pre_process = pre_process
+    model.config = SimpleNamespace()
     packed, learned = PackedLayers(model, CpSizes()), arguments(4)
     for layer in layers:
-        packed.learn(layer, torch.ones(8, 1, 4), learned)
+        packed.learn(layer, torch.ones(8, 1, 4), **learned)
     packed.begin_capture(layers, SlotMemories(SlotMemory(None, Tail()) for _ in range(num_sets)))
 
     def make_graphs(*_: Any, sample_kwargs: list[Mapping[str, Any]], **options: Any) -> Any:
@@ -53,7 +54,7 @@ def captured(*layers: Any, num_sets: int = 1, pre_process: bool = True) -> Packe
 
 
 def new_layer(set_number: int = 0) -> Any:
-    return _FakeLayer(captures_attention=True, current_microbatch=set_number)
+    return _FakeLayer(current_microbatch=set_number)
 
 
 class _FakeLayer(SimpleNamespace):
@@ -194,8 +195,10 @@ def test_graphs_are_deleted_when_no_replay_runs(monkeypatch: pytest.MonkeyPatch)
 # A layer's replay
 
 
-class MegatronsLayer(torch.nn.Module):
+class Layer(torch.nn.Module):
     """Replays a graph whose gradient of the input is in the graph's memory."""
+
+    packed: Any = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,12 +208,14 @@ class MegatronsLayer(torch.nn.Module):
         self.gradient = torch.full((8, 1, 4), 7.0)
         self.error: Optional[Exception] = None
 
+    @replays_packed
     def _te_cuda_graph_replay(self, hidden_states: torch.Tensor) -> torch.Tensor:
         self._forward_mlp(hidden_states)
         if self.error is not None:
             raise self.error
         return _Graph.apply(hidden_states, self.gradient)
 
+    @keeps_padding_mask
     def _forward_mlp(self, hidden_states: torch.Tensor, padding_mask: Any = None) -> None:
         self.masks.append(padding_mask)
 
@@ -224,10 +229,6 @@ class _Graph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         return ctx.gradient, None
-
-
-class Layer(GraphedMixin, MegatronsLayer):  # type: ignore[misc]
-    captures_attention = True
 
 
 def packed_layers(pre_process: bool) -> list[Any]:

@@ -29,7 +29,7 @@ GUIDE = ROOT / "docs" / "design" / "upstream.md"
 FAST = (
     *("test_padded_routing.py", "test_config_fields.py", "test_bit_equality.py"),
     *("test_layer_graphs.py", "test_packed_sequences.py", "test_dynamic_context_parallel.py"),
-    "test_chunk_graphs.py",
+    *("test_chunk_graphs.py", "test_packed_layer_graphs.py"),
     *("test_memory_budget.py", "test_sync_free_experts.py"),
 )
 SCRIPT = '''\

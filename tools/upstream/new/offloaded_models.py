@@ -60,6 +60,19 @@ def wrap(model: Any) -> Any:  # since chunks
     return DistributedDataParallel(model.config, options, model)
 
 
+def capture_layers(model: Any) -> Any:  # since graphs
+    """Capture the graphs of layers, between two iterations; return what deletes them."""
+    from megatron.core import num_microbatches_calculator as calculator
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    calculator.unset_num_microbatches_calculator()
+    calculator.init_num_microbatches_calculator(0, None, 2 * NUM_MICRO_BATCHES, 2, 1)
+    model.zero_grad_buffer = model.zero_grad
+    helper = TECudaGraphHelper([model], model.config, SEQ_LENGTH, 2)
+    helper.create_cudagraphs()
+    return helper
+
+
 def initialize() -> None:
     """Install the shims and create the process groups, unless they are there."""
     install_cpu_shims()

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.pipeline_parallel.offload_engine.select import deselect, select
+from megatron.training.captured_models import captures_model
 from offloaded_models import MODULES, build, finish, packs, rows, train, wrap
 
 from megatron.slipstream.integration.graphs.chunks import (
     close_graphs,
     graphs_of,
     replay_chunks,
-    replays_chunks,
 )
 from megatron.slipstream.options.fields import OffloadConfig
 
@@ -74,7 +74,7 @@ def test_graphs_of_chunks_change_no_bit(kind: str, batches: Any, offloads: bool)
 def test_the_training_loop_replays_chunks_if_the_field_says_so(granularity: str) -> None:
     seen = []
 
-    @replays_chunks
+    @captures_model
     def loop(forward_step: None, models: list[Any], num_steps: int) -> list[torch.Tensor]:
         seen.append(graphs_of(models[0].module.decoder))
         return train(models[0], num_steps)

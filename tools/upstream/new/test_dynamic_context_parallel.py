@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,7 +21,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline_parallel" / "offload_support"))
 
 from megatron.core.pipeline_parallel.offload_engine.select import deselect, select
-from offloaded_models import MODULES, VOCAB_SIZE, build, initialize, pack, train
+from offloaded_models import (
+    MODULES,
+    VOCAB_SIZE,
+    Batches,
+    build,
+    capture_layers,
+    initialize,
+    pack,
+    train,
+    wrap,  # since chunks
+)
 from small_corpora import END_OF_DOCUMENT, batches_of, dataset_config, write_corpus
 
 from megatron.slipstream.context_parallel.documents import SIZE_KEY, shared_sample
@@ -150,7 +161,9 @@ def _on_rank(rank: int, folder: Path) -> None:
         from megatron.slipstream.integration.cpu.gathering_attention import GatheringCoreAttention
 
         cpu_modules.LatentCoreAttention = GatheringCoreAttention  # in this process
-        result = (_train_both(rank), _train_offloading(rank), _read(rank, folder))
+        result = [_train_both(rank), _train_offloading(rank), _read(rank, folder)]
+        result.append(_train_replayed(rank))  # since chunks
+        result.append(_train_layers(rank))  # since packed_layers
     except Exception:
         result = traceback.format_exc()
     torch.save(result, folder / f"result{rank}")
@@ -166,7 +179,7 @@ def _train_both(rank: int) -> list[list[Any]]:
 
 
 def test_documents_train_alike_in_groups_of_any_size(ranks: list[Any]) -> None:
-    for (expected, found, recomputed), _, _ in ranks:
+    for (expected, found, recomputed), *_ in ranks:
         assert all(map(torch.equal, found, recomputed))
         torch.testing.assert_close(found[0], expected[0], rtol=TOLERANCE, atol=0)
         largest = max(float(gradient.abs().max()) for gradient in expected[1:])
@@ -174,11 +187,18 @@ def test_documents_train_alike_in_groups_of_any_size(ranks: list[Any]) -> None:
             assert float((one - other).abs().max()) <= TOLERANCE * largest
 
 
-def _train_offloading(rank: int) -> tuple[list[Any], list[Any], int]:
+def batches_of_rank(rank: int) -> Batches:
+    """Micro-batches of both sizes in each iteration."""
+
     def batches(step: int) -> Iterator[dict[str, Any]]:
         made = list(shared(rank))
         return iter(made[:2] if step % 2 else made[2:])
 
+    return batches
+
+
+def _train_offloading(rank: int) -> tuple[list[Any], list[Any], int]:
+    batches = batches_of_rank(rank)
     expected = train(build("moe"), batches=batches)
     manager = select(OffloadConfig(offload_backend="cpu-lazy", offload_native="off"))
     found = train(build("moe", MODULES["moe"]), batches=batches)
@@ -188,9 +208,71 @@ def _train_offloading(rank: int) -> tuple[list[Any], list[Any], int]:
 
 
 def test_offloading_changes_no_bit(ranks: list[Any]) -> None:
-    for _, (expected, found, moved), _ in ranks:
+    for _, (expected, found, moved), *_ in ranks:
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         assert moved > 0
+
+
+def _train_replayed(rank: int) -> tuple[list[Any], list[Any], dict[int, int]]:  # since chunks
+    import megatron.training
+    from megatron.core.pipeline_parallel.chunk_graphs.model_chunks import graphs_of
+    from megatron.training.captured_models import captures_model
+
+    megatron.training.get_args = arguments  # in this process
+    batches = batches_of_rank(rank)
+
+    @captures_model
+    def loop(forward_step: None, models: list[Any]) -> tuple[list[Any], dict[int, int]]:
+        graphs = graphs_of(models[0].module.decoder)
+        found = train(models[0], batches=batches)
+        return found, {size: one.num_replays for size, one in graphs.of_size.items()}
+
+    options = {"cuda_graph_granularity": "chunk", "cuda_graph_warmup_steps": 2}
+    model = wrap(build("dense", MODULES["dense"], **ON, **options))
+    expected = train(wrap(build("dense")), batches=batches)
+    found = loop(None, [model])
+    deselect()
+    return expected, *found
+
+
+def test_chunk_graphs_of_each_size_change_no_bit(ranks: list[Any]) -> None:  # since chunks
+    for _, _, _, (expected, found, num_replays), *_ in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert num_replays == {1: 2, 2: 2}
+
+
+def _train_layers(rank: int) -> tuple[list[Any], list[Any], set[int]]:  # since packed_layers
+    from imitated_layer_graphs import imitated_layer_graphs
+    from megatron.core.pipeline_parallel.chunk_graphs.packed_layers import PackedLayers
+    from megatron.training.captured_models import captures_model
+
+    batches, replay, sizes = batches_of_rank(rank), PackedLayers.replay, set()
+    options = {"cuda_graph_impl": "transformer_engine", "sequence_packing": "balanced"}
+
+    def note_size(packed: Any, *inputs: Any, **named: Any) -> Any:
+        outputs = replay(packed, *inputs, **named)
+        sizes.add(packed.size)
+        return outputs
+
+    @captures_model
+    def loop(forward_step: None, models: list[Any]) -> list[Any]:
+        def capture(step: int) -> None:
+            if step == 2:
+                capture_layers(models[0])
+
+        return train(models[0], before=capture, batches=batches)
+
+    expected = train(build("dense"), batches=batches)
+    with imitated_layer_graphs(), patch.object(PackedLayers, "replay", note_size):
+        found = loop(None, [build("dense", MODULES["dense"], **ON, **options)])
+    deselect()
+    return expected, found, sizes
+
+
+def test_layer_graphs_of_each_size_change_no_bit(ranks: list[Any]) -> None:  # since packed_layers
+    for *_, (expected, found, sizes) in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert sizes == {1, 2}
 
 
 class Arguments(SimpleNamespace):
@@ -198,6 +280,14 @@ class Arguments(SimpleNamespace):
 
     def __getattr__(self, name: str) -> None:
         return None
+
+
+ON = {
+    "dynamic_context_parallel": True,
+    "offload_engine": "slipstream",
+    "offload_backend": "cpu",
+    "offload_native": "off",
+}
 
 
 def arguments(**more: Any) -> Arguments:
@@ -244,7 +334,7 @@ def _read(rank: int, folder: Path) -> list[tuple[int, list[int], int]]:
 
 
 def test_training_reads_each_document_in_a_group_that_holds_it(ranks: list[Any]) -> None:
-    (_, _, first), (_, _, second) = ranks
+    (_, _, first, *_), (_, _, second, *_) = ranks
     assert [size for size, _ in first] == [size for size, _ in second]
     assert {size for size, _ in first} == {1, 2}
     short = {tuple(text) for text in texts() if len(text) <= 32}

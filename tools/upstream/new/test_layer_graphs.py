@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 from imitated_layer_graphs import imitated_layer_graphs
-from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as facade
 from megatron.core.pipeline_parallel.offload_engine.select import deselect, select_at_first_call
-from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-from offloaded_models import MODULES, NUM_MICRO_BATCHES, SEQ_LENGTH, build, finish, train
+from offloaded_models import MODULES, NUM_MICRO_BATCHES, build, capture_layers, finish, train
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
 ON = {"offload_engine": "slipstream", "offload_backend": "cpu", "offload_native": "off"}
@@ -34,13 +32,8 @@ def captured(kind: str, scope: list[str]) -> tuple[list[Any], set[str]]:
     helpers = []
 
     def capture(step: int) -> None:
-        if step != GRAPHS["cuda_graph_warmup_steps"]:
-            return
-        calculator.unset_num_microbatches_calculator()
-        calculator.init_num_microbatches_calculator(0, None, 2 * NUM_MICRO_BATCHES, 2, 1)
-        model.zero_grad_buffer = model.zero_grad
-        helpers.append(TECudaGraphHelper([model], model.config, SEQ_LENGTH, 2))
-        helpers[0].create_cudagraphs()
+        if step == GRAPHS["cuda_graph_warmup_steps"]:
+            helpers.append(capture_layers(model))
 
     with imitated_layer_graphs():
         options = {**BF16, **ON, **GRAPHS, "cuda_graph_modules": scope}

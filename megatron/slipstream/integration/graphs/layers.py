@@ -13,33 +13,38 @@ module when their model is first called with gradients, before any capture.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
-from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.slipstream.context_parallel.limits import RankLimits
-from megatron.slipstream.integration.graphs.cp_sizes import sizes_of
 from megatron.slipstream.integration.graphs.layer_copies import (
     FindEngine,
     LayerCopies,
     enable_offload,
     offload_layers,
-    packed_of,
 )
-from megatron.slipstream.integration.graphs.packed_layers import PackedLayers
+from megatron.slipstream.integration.graphs.packed_layers import PackedLayers, pack_layers
 from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
 from megatron.slipstream.integration.seam.specs import replace_classes
-from megatron.slipstream.options.model import graphed_modules
 from megatron.slipstream.patches import patching, table
 from megatron.slipstream.patches.graph_calls import (
     captures_copies,
     notes_replay,
     replays_beside_copies,
+    replays_with_backward,
+)
+from megatron.slipstream.patches.layer_capture import (
+    captures_packed,
+    keeps_padding_mask,
+    learns_arguments,
+    needs_free_graphs,
+    passes_static_inputs,
+    replays_packed,
 )
 from megatron.slipstream.patches.table import Feature
 
@@ -58,88 +63,37 @@ class GraphedMixin(torch.nn.Module):
     """Notifies the engine of its captures and replays; None if it does not offload in them."""
     packed: Optional[PackedLayers] = None
     """The layers of its chunk in graphs of packed sequences; None if it does not support them."""
-    _inputs_now: Optional[Mapping[str, torch.Tensor]] = None
-    """Static inputs of the running replay."""
-    _mask_now: Optional[torch.Tensor] = None
-    """The padding mask of the running capture or replay; megatron-core does not pass it on."""
 
-    @functools.cached_property
-    def captures_attention(self) -> bool:
-        """Whether attention is in the layer's graphs."""
-        parts = graphed_modules(self.config)
-        return not parts or "attn" in parts
-
+    @learns_arguments
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """Run the layer's own forward; the first calls record the arguments to capture."""
-        if self.packed is not None and self.training and torch.is_grad_enabled():
-            hidden = arguments[0] if arguments else options["hidden_states"]
-            self.packed.learn(self, hidden, _without_hidden(options))
+        """Run the layer's own forward."""
         return super().forward(*arguments, **options)
 
-    def _should_call_te_cudagraph(self, *arguments: Any, **options: Any) -> bool:
-        is_graphed = super()._should_call_te_cudagraph(*arguments, **options)  # type: ignore[misc]
-        if not is_graphed or not self.cuda_graphs:
-            return bool(is_graphed)
-        if not torch.is_grad_enabled():
-            return False  # A pass without backward would use the graphs of one in flight.
-        packed = self.packed
-        return packed is None or not packed.is_captured or packed.has_slot_for(self)
+    @needs_free_graphs
+    @replays_with_backward
+    def _should_call_te_cudagraph(self, *arguments: Any, **options: Any) -> Any:
+        return super()._should_call_te_cudagraph(*arguments, **options)  # type: ignore[misc]
 
-    def _forward_mlp(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        if self._mask_now is not None:
-            options.setdefault("padding_mask", self._mask_now)
-        return super()._forward_mlp(hidden_states, *arguments, **options)  # type: ignore[misc]
-
-    # Capture
+    @keeps_padding_mask
+    def _forward_mlp(self, *arguments: Any, **options: Any) -> Any:
+        return super()._forward_mlp(*arguments, **options)  # type: ignore[misc]
 
     @captures_copies
+    @captures_packed
     def _te_cuda_graph_capture(self, *arguments: Any, **inputs: Any) -> Any:
-        return self._run_captured(*arguments, **inputs)
-
-    def _run_captured(self, *arguments: Any, **inputs: Any) -> Any:
-        """Run what the graph contains, with the arguments that its static inputs stand for."""
-        run = super()._te_cuda_graph_capture  # type: ignore[misc]
-        if self.packed is None or not self.packed.has_learned(self):
-            return run(*arguments, **inputs)
-        options = self.packed.captured_arguments(self, inputs)
-        before, self._mask_now = self._mask_now, options.get("padding_mask")
-        try:
-            return run(*arguments, **(options if self.captures_attention else {}))
-        finally:
-            self._mask_now = before
-
-    # Replay
+        return super()._te_cuda_graph_capture(*arguments, **inputs)  # type: ignore[misc]
 
     @notes_replay
+    @replays_packed
     def _te_cuda_graph_replay(self, *arguments: Any, **options: Any) -> Any:
-        replay = super()._te_cuda_graph_replay  # type: ignore[misc]
-        if self.packed is None or not self.packed.is_captured:
-            return replay(*arguments, **options)
-        return self._replay_packed(self.packed, replay, *arguments, **options)
-
-    def _replay_packed(
-        self, packed: PackedLayers, replay: Callable[..., Any], *arguments: Any, **options: Any
-    ) -> Any:
-        call = _without_hidden(options)
-        if packed.is_first(self):
-            arguments, options = _with_hidden(arguments, options, packed.enter)
-        self._inputs_now = packed.load(self, call)
-        self._mask_now = call.get("padding_mask")
-        if self.captures_attention:  # Otherwise megatron-core runs it before the graph.
-            options = {name: options[name] for name in options if name == "hidden_states"}
-        try:
-            return replay(*arguments, **options)
-        finally:
-            self._inputs_now = self._mask_now = None
+        return super()._te_cuda_graph_replay(*arguments, **options)  # type: ignore[misc]
 
     @replays_beside_copies
-    def _get_te_cuda_graph_replay_args(
-        self, *arguments: Any, **options: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        positional, named = super()._get_te_cuda_graph_replay_args(  # type: ignore[misc]
+    @passes_static_inputs
+    def _get_te_cuda_graph_replay_args(self, *arguments: Any, **options: Any) -> Any:
+        return super()._get_te_cuda_graph_replay_args(  # type: ignore[misc]
             *arguments, **options
         )
-        return positional, {**named, **(self._inputs_now or {})}
 
 
 class _OffloadsFromTheStart(GraphedMixin):
@@ -221,24 +175,7 @@ def take_packed_sequences(
     patching.apply(table.TABLE[Feature.PACKED_LAYER_GRAPHS], user)
     undo: list[Callable[[], None]] = [functools.partial(patching.undo, user)]
     for chunk in chunks:
-        model: Any = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-        packed = PackedLayers(model, sizes_of(model, limits))
+        packed = pack_layers(chunk, limits)
         undo.append(undo_on(packed, PackedLayers.close))
-        for layer in model.decoder.layers:
-            if isinstance(layer, TransformerLayer) and packed_of(layer) is None:
-                undo.append(convert(layer, GraphedMixin))
-                layer.packed = packed
+        undo += [convert(layer, GraphedMixin) for layer in packed.own_layers]
     return undo
-
-
-def _with_hidden(
-    arguments: tuple[Any, ...], options: dict[str, Any], change: Callable[..., torch.Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a layer's arguments with ``change`` applied to the hidden states."""
-    if arguments:
-        return (change(arguments[0]), *arguments[1:]), options
-    return arguments, {**options, "hidden_states": change(options["hidden_states"])}
-
-
-def _without_hidden(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "hidden_states"}

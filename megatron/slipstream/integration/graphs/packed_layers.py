@@ -31,7 +31,10 @@ from typing import Any, Optional
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import ONE_SIZE
 from megatron.slipstream.graphs.bank import CpSizes
@@ -47,6 +50,7 @@ from megatron.slipstream.graphs.static_arguments import (
     StaticArguments,
     TensorFacts,
 )
+from megatron.slipstream.integration.graphs.cp_sizes import sizes_of
 from megatron.slipstream.integration.graphs.layer_copies import (
     delete_graphs,
     finish_replays,
@@ -56,6 +60,7 @@ from megatron.slipstream.integration.graphs.layer_copies import (
 from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables, constant_arguments
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
 from megatron.slipstream.options import preflight
+from megatron.slipstream.options.model import graphed_modules
 from megatron.slipstream.options.rules import require
 
 NUM_WARMUPS = 3
@@ -74,6 +79,13 @@ class PackedLayers:
         self.size = ONE_SIZE
         """The context-parallel size of the capture or of the current micro-batch."""
         self._constants = constant_arguments(model)
+        parts = graphed_modules(self.model.config)
+        self.captures_attention = not parts or "attn" in parts
+        """Whether attention is in the graphs."""
+        self.mask_now: Optional[torch.Tensor] = None
+        """The padding mask of the running capture or replay; megatron-core does not pass it on."""
+        self.inputs_now: Mapping[str, torch.Tensor] = {}
+        """Static inputs of the running replay, by keyword of the layer's graphs."""
         self._hidden: Optional[TensorFacts] = None
         self._learned: dict[torch.nn.Module, StaticArguments] = {}
         self._forget_graphs()
@@ -104,6 +116,11 @@ class PackedLayers:
         as long as they are identified so, and the static inputs that they are copied to."""
 
     @property
+    def own_layers(self) -> list[Any]:
+        """The layers of the chunk that belong to this object."""
+        return [layer for layer in self.model.decoder.layers if packed_of(layer) is self]
+
+    @property
     def is_captured(self) -> bool:
         """Whether graphs are captured."""
         return bool(self._graphs)
@@ -112,12 +129,13 @@ class PackedLayers:
         """Whether a layer has run with packed sequences."""
         return layer in self._learned
 
-    def learn(self, layer: Any, hidden: torch.Tensor, options: Mapping[str, Any]) -> None:
-        """Store a layer's arguments, except hidden states, from an eager iteration."""
+    def learn(self, layer: Any, *arguments: Any, **options: Any) -> None:
+        """Store a layer's arguments from an eager iteration."""
         if options.get("packed_seq_params") is None or layer in self._learned:
             return
-        self._hidden = TensorFacts.of(hidden)
-        self._learned[layer] = StaticArguments.flatten(_seen_by_graphs(layer, options))
+        self._hidden = TensorFacts.of(arguments[0] if arguments else options["hidden_states"])
+        seen = self._seen_by_graphs(_without_hidden(options))
+        self._learned[layer] = StaticArguments.flatten(seen)
 
     # Capture
 
@@ -218,9 +236,8 @@ class PackedLayers:
         layers = self._layers
         self.hand_over_graphs()
         delete_graphs(layers)
-        for layer in self.model.decoder.layers:
-            if packed_of(layer) is self:
-                layer.packed = None
+        for layer in self.own_layers:
+            layer.packed = None
 
     def _call_of(self, layer: torch.nn.Module, size: int) -> StaticArguments:
         """Return the arguments of a layer in graphs for a size."""
@@ -238,12 +255,31 @@ class PackedLayers:
             statics[_keyword(name)] = memory.static(name, tensor, name in self._constants)
         return statics
 
-    def captured_arguments(self, layer: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the arguments of a layer that is captured with these static inputs."""
+    def capture(self, layer: Any, run: Callable[..., Any], *arguments: Any, **inputs: Any) -> Any:
+        """Run what the graph contains, with the arguments that its static inputs stand for."""
         call = self._calls[self.size][layer]
-        return call.unflatten([inputs[_keyword(name)] for name in call.names])
+        options = call.unflatten([inputs[_keyword(name)] for name in call.names])
+        before, self.mask_now = self.mask_now, options.get("padding_mask")
+        try:
+            return run(*arguments, **(options if self.captures_attention else {}))
+        finally:
+            self.mask_now = before
 
     # Replay
+
+    def replay(self, layer: Any, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Replay the graphs of a layer with ``run``, after :meth:`has_slot_for`."""
+        call = _without_hidden(options)
+        if layer is self._layers[0]:
+            arguments, options = _with_hidden(arguments, options, self.enter)
+        self.inputs_now = self.load(layer, call)
+        self.mask_now = call.get("padding_mask")
+        if self.captures_attention:  # Otherwise megatron-core runs it before the graph.
+            options = {name: options[name] for name in options if name == "hidden_states"}
+        try:
+            return run(*arguments, **options)
+        finally:
+            self.inputs_now, self.mask_now = {}, None
 
     def load(self, layer: Any, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Copy the arguments of a call into the static inputs of its micro-batch's set.
@@ -271,16 +307,12 @@ class PackedLayers:
             self._loaded[key] = arguments, self._copied(layer, options)
         return self._loaded[key][1]
 
-    def is_first(self, layer: torch.nn.Module) -> bool:
-        """Whether a micro-batch enters the graphs by this layer."""
-        return layer is self._layers[0]
-
     def has_slot_for(self, layer: Any) -> bool:
         """Return whether the current micro-batch has a set of graphs, before its layer runs.
 
         The first layer takes one for the whole chunk: [Note: Slots of layer graphs].
         """
-        if self.is_first(layer):
+        if layer is self._layers[0]:
             self._taken = None
             name = f"the layers of model chunk {self._stage}"
             taken = self.sets.take(name, _preferred(layer, len(self.sets)))
@@ -297,7 +329,7 @@ class PackedLayers:
         return output
 
     def _copied(self, layer: Any, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        seen, call = _seen_by_graphs(layer, options), self._calls[self.size][layer]
+        seen, call = self._seen_by_graphs(options), self._calls[self.size][layer]
         tensors = call.tensors_of(seen)
         if tensors is None:
             assert self._hidden is not None
@@ -310,6 +342,29 @@ class PackedLayers:
         statics = self._statics_of(layer, self.sets[self.number])
         StaticInputs(statics.values()).renew(tensors)
         return {name: static.tensor for name, static in statics.items()}
+
+    def _seen_by_graphs(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments that the captured part of a layer reads."""
+        if self.captures_attention:
+            return options
+        # Attention runs outside of graphs; only routers read more than hidden states.
+        mask = options.get("padding_mask")
+        return {} if mask is None else {"padding_mask": mask}
+
+
+def pack_layers(chunk: torch.nn.Module, limits: Optional[RankLimits]) -> PackedLayers:
+    """Make the layers of a model chunk take packed sequences, except those that do already.
+
+    Args:
+        chunk: The chunk, wrapped or not, before its layers are captured.
+        limits: As of ``with_packed_layer_graphs``.
+    """
+    model: Any = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    packed = PackedLayers(model, sizes_of(model, limits))
+    for layer in model.decoder.layers:
+        if isinstance(layer, TransformerLayer) and packed_of(layer) is None:
+            layer.packed = packed
+    return packed
 
 
 class _Entered(torch.autograd.Function):
@@ -384,13 +439,17 @@ def _options(config: Any) -> dict[str, Any]:
     return options
 
 
-def _seen_by_graphs(layer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments that the captured part of a layer reads."""
-    if layer.captures_attention:
-        return options
-    # Attention runs outside of graphs; only routers read more than hidden states.
-    mask = options.get("padding_mask")
-    return {} if mask is None else {"padding_mask": mask}
+def _with_hidden(
+    arguments: tuple[Any, ...], options: dict[str, Any], change: Callable[..., torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a layer's arguments with ``change`` applied to the hidden states."""
+    if arguments:
+        return (change(arguments[0]), *arguments[1:]), options
+    return arguments, {**options, "hidden_states": change(options["hidden_states"])}
+
+
+def _without_hidden(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "hidden_states"}
 
 
 def _keyword(name: str) -> str:
