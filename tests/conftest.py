@@ -77,6 +77,15 @@ def _loggers_of_torch_propagate() -> None:
             logger.propagate = True
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _absent_devices_get_no_seeds() -> None:
+    """torch would keep a formatted stack with each seed for them, which takes 1 ms."""
+    if "torch" in sys.modules and not num_places():
+        from ranks import seed_no_absent_device  # imports torch
+
+        seed_no_absent_device()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """``-n auto`` with GPU tests: as many processes as fit into a GPU's memory."""

@@ -142,8 +142,7 @@ def make_cheap() -> None:
     Imported objects are not garbage. Compiling megatron-core's small fused functions in each
     process takes a fourth of the tests' time; they are compiled with a GPU, and in commands that
     are started as from a shell. With each process group, torch would reset its compiler's caches
-    and fill them again though nothing is compiled. For devices that it was not built for, torch
-    would record each seed with a formatted stack. Megatron-core's mock data has 100,000 documents
+    and fill them again though nothing is compiled. Megatron-core's mock data has 100,000 documents
     of 2,000 tokens, whose shuffling takes a fifth of a small training; 1,000 are enough here.
     """
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
@@ -152,9 +151,16 @@ def make_cheap() -> None:
     MockGPTLowLevelDataset.size = 1000
     torch._dynamo.config.disable = True
     torch._dynamo.trace_rules.clear_lru_cache = lambda: None
+    seed_no_absent_device()
+
+
+def seed_no_absent_device() -> None:
+    """Let torch record no seeds for devices that are absent: it would keep a stack with each."""
     for device in (torch.xpu, torch.mtia):
         if not device.is_available():
-            device._is_in_bad_fork = lambda: True  # Then torch records nothing for it.
+            device._is_in_bad_fork = lambda: True
+    if not torch.cuda.is_available():
+        torch.cuda.manual_seed_all = lambda seed: None
 
 
 def _receive(rank: int, pipe: Any) -> Any:
