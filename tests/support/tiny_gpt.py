@@ -79,10 +79,11 @@ def train(
     case: ModelCase, config: Any, chunks: Sequence[torch.nn.Module], counts: Sequence[int]
 ) -> list[list[torch.Tensor]]:
     """The results of :func:`train_steps`, in host memory: a GPU may be too small for all."""
-    return [
-        [tensor.to("cpu", copy=True) for tensor in step]
-        for step in train_steps(case, config, chunks, counts)
-    ]
+    return [_kept(results) for results in train_steps(case, config, chunks, counts)]
+
+
+def _kept(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.to("cpu", copy=True) for tensor in results]
 
 
 def train_steps(
@@ -298,11 +299,15 @@ def switched_off(
     if key not in _last_switched_off:
         _last_switched_off.clear()
         config = make_config(case)
-        with memory_counted(make_backend(backend), reads_memory) as memory, _compiled_again(case):
+        with _compiled_again(case):
             chunks = build_chunks(case, config)
-            expected = train(case, config, chunks, counts)
-            arguments = (case, config, chunks, counts[-1], memory, keeps_gradients)
-            _last_switched_off[key] = expected, _peak_of_one_more_step(*arguments)
+            steps = train_steps(case, config, chunks, counts)
+            expected = [_kept(results) for _, results in zip(counts[1:], steps, strict=False)]
+            # Reading memory is slow. What the last step leaves to another one is counted, too.
+            with memory_counted(make_backend(backend), reads_memory) as memory:
+                expected += map(_kept, steps)
+                arguments = (case, config, chunks, counts[-1], memory, keeps_gradients)
+                _last_switched_off[key] = expected, _peak_of_one_more_step(*arguments)
     return _last_switched_off[key]
 
 
