@@ -93,7 +93,8 @@ def test_packed_training_learns_the_same_with_the_engine(
     offload = ["--fine-grained-activation-offloading", "--offload-modules", *modules]
     offload += ["--min-offloaded-tensor-size", "1"]
     off = train_without(num_ranks, flags)
-    on = train_on_ranks(num_ranks, [*COMMON, *corpus, *flags, *offload], tmp_path / "on.json")
+    record = tmp_path / "on.json"
+    on = train_on_ranks(num_ranks, [*COMMON, *corpus, *flags, *offload], record, False)
     assert [result_of(record) for record in on] == [result_of(record) for record in off]
     assert all(record["iterations"][-1]["bytes_offloaded"] > 0 for record in on)
     last = result_of(off[-1])

@@ -72,7 +72,8 @@ def _offload(modules: list[str], *more: str) -> list[str]:
 LAST = "PP2 VPP2, MoE"
 """Its engine has the backend on which a missing wait changes results, for every release."""
 MEASURED = "GPT, bf16, dropout", LAST
-"""Layouts whose peak is compared with that without the engine, one for each schedule."""
+"""Layouts whose memory is read, one for each schedule: their peak is compared with that without the
+engine, and plans are made from it."""
 
 
 @pytest.mark.parametrize(
@@ -85,16 +86,17 @@ def test_training_is_the_same_with_the_engine(layout: str, tmp_path: Path) -> No
     offload = _offload(modules, *(["--offload-backend", "cpu-lazy"] if layout == LAST else []))
     reads = layout in MEASURED
     off = train_on_ranks(num_ranks, [*COMMON, *flags], tmp_path / "off.json", reads)
-    on = train_on_ranks(num_ranks, [*COMMON, *flags, *offload], tmp_path / "on.json")
+    on = train_on_ranks(num_ranks, [*COMMON, *flags, *offload], tmp_path / "on.json", reads)
     assert [result_of(record) for record in on] == [result_of(record) for record in off]
     assert on[0]["iterations"][-1]["bytes_offloaded"] > 0
     without, peaks = (
         [iteration["activation_peak_bytes"] for iteration in record[0]["iterations"]]
         for record in (off, on)
     )
-    assert peaks[-1] < without[-1] or not reads
-    # The engine resets the peak statistics in the first and the third iteration.
-    assert max(peaks) < 2 * min(peaks)
+    if reads:
+        assert peaks[-1] < without[-1]
+        # The engine resets the peak statistics in the first and the third iteration.
+        assert max(peaks) < 2 * min(peaks)
 
 
 def test_the_report_and_the_trace_of_a_run_read_back(tmp_path: Path) -> None:

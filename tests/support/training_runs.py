@@ -24,6 +24,9 @@ class _NoMeter(contextlib.AbstractContextManager["_NoMeter"]):
 
     allocated_bytes = peak_bytes = 0
 
+    def __bool__(self) -> bool:
+        return False  # A backend has no reading then.
+
     def reset_peak(self) -> None:
         pass
 
@@ -40,7 +43,7 @@ def train_on_ranks(
 ) -> list[dict[str, Any]]:
     """Train with these flags and return each rank's record; ``record`` is the first rank's.
 
-    Without ``reads_memory`` peaks are 0; an engine needs it for its plans. ``prepare`` is called on
+    Without ``reads_memory`` peaks are 0, and an engine plans without them. ``prepare`` is called on
     each rank before it trains.
     """
     import_training()
