@@ -133,7 +133,7 @@ CPU_CASES = {
 def test_one_rank(kind: str) -> None:
     chosen = list(pairs(kind, IS_WHOLE))
     case = replace(CPU_CASES[kind], num_layers=2)  # the last one stays
-    arguments = (case, chosen, "cpu", (2, 2), None, True)
+    arguments = (case, chosen, "cpu", (1, 1), None, True)
     (results,) = run_ranks(1, compare_all, *arguments)
     for pair, result in zip(chosen, results, strict=True):
         check(pair, result, kind)
@@ -147,7 +147,7 @@ def test_pipelines(kind: str, vpp: Optional[int]) -> None:
     if not IS_WHOLE:
         together = max(chosen, key=lambda pair: len(pair.recomputed)).recomputed
         chosen = [Pair(together, MOE_MODULES if kind == "moe" else DENSE_MODULES)]
-    results = run_ranks(2, compare_all, case, chosen, "cpu-lazy", (4, 4, 4), None, False)
+    results = run_ranks(2, compare_all, case, chosen, "cpu-lazy", (2, 2, 2), None, False)
     for of_rank in results:
         for pair, result in zip(chosen, of_rank, strict=True):
             check(pair, result, kind)
@@ -155,7 +155,7 @@ def test_pipelines(kind: str, vpp: Optional[int]) -> None:
 
 def test_gated_delta_net() -> None:
     case = ModelCase("dense", num_layers=3, overrides=OF_GPT)
-    arguments = (case, GATED_DELTA_NET_PAIRS, "cpu", (2, 2), None, True)
+    arguments = (case, GATED_DELTA_NET_PAIRS, "cpu", (1, 1), None, True)
     (results,) = run_ranks(1, compare_all, *arguments)
     for pair, result in zip(GATED_DELTA_NET_PAIRS, results, strict=True):
         check(pair, result, "gated delta net")
