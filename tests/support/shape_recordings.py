@@ -11,8 +11,10 @@ import torch
 from megatron_models import _causal_mask
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, micro_batches, train
 
+from megatron.slipstream.estimate.layers import (
+    CHECKPOINT_INPUTS,
+)
 from megatron.slipstream.estimate.model_shapes import ModelShape
-from megatron.slipstream.estimate.saved_tensors import CHECKPOINT_INPUTS
 from megatron.slipstream.plan.trace import Trace
 
 

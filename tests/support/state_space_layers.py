@@ -4,7 +4,7 @@
 
 The modules are megatron-core's own; what their packages compute is replaced by functions of torch
 that save what the kernels save: see [Note: What kernels of state-space layers save] in
-``estimate.state_space``. Backward computes a function again from that.
+``estimate.layers``. Backward computes a function again from that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from megatron_models import use_gpu
 from model_case import ModelCase
 from torch.nn.functional import conv1d, silu, softplus
 
-from megatron.slipstream.estimate.state_space import RULE_CHUNK
+from megatron.slipstream.estimate.layers import (
+    RULE_CHUNK,
+)
 
 GATED_DELTA_NET = {
     "linear_key_head_dim": 32,

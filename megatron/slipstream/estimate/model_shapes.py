@@ -2,8 +2,7 @@
 
 """A model and its training, from which saved bytes and times are derived.
 
-:mod:`model_parts` has what is given of it. :mod:`saved_tensors` derives the tensors that a layer
-saves, :mod:`layer_costs` its compute time.
+:mod:`layers` derives what each part of a layer saves and computes.
 """
 
 from __future__ import annotations
@@ -75,6 +74,20 @@ class ModelShape(ModelFields):
         return max(1, self.query_groups // self.parallelism.tp)
 
     @property
+    def attention_sizes(self) -> tuple[int, int, int]:
+        """Heads of keys and values on a rank, and the width of a key and of a value."""
+        latent = self.latent_attention
+        if latent is None:
+            return self.groups, self.head_dim, self.head_dim
+        return self.heads, latent.qk_head_dim + latent.qk_pos_emb_head_dim, latent.v_head_dim
+
+    def feed_forward_sizes(self, kind: LayerKind) -> tuple[int, int]:
+        """Rows and width of the activation function of an MLP or of a rank's experts."""
+        if "E" in kind:
+            return self.expert_tokens, self._experts.ffn_hidden_size // self.parallelism.etp
+        return self.tokens, self.ffn_hidden_size // self.parallelism.tp
+
+    @property
     def tokens(self) -> int:
         """Tokens of a micro-batch in a rank's attention and MLP."""
         return self.sequence * self.micro_batch_size
@@ -122,6 +135,11 @@ class ModelShape(ModelFields):
         if setting == self.recompute_modules and not self.layer_settings:
             return self
         return replace(self, recompute_modules=setting, layer_settings=())
+
+    @cached_property
+    def plain(self) -> ModelShape:
+        """The same model without recomputation."""
+        return self.with_setting(NOTHING)
 
     def setting_of(self, layer: int) -> LayerSetting:
         """Return what backward recomputes of a layer."""

@@ -9,10 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Optional
 
 from megatron.slipstream.estimate.gpus import Speed
-from megatron.slipstream.estimate.layer_costs import layer_costs
+from megatron.slipstream.estimate.layers import (
+    layer_costs,
+    marked_modules,
+    saved_tensors,
+    savers_of,
+)
 from megatron.slipstream.estimate.model_parts import LayerKind, Parallelism
 from megatron.slipstream.estimate.model_state import num_parameters
-from megatron.slipstream.estimate.saved_tensors import marked_modules, saved_tensors, savers_of
 from megatron.slipstream.estimate.schedules import most_in_flight
 from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.estimate.training_setup import Configured

@@ -16,21 +16,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron.slipstream.estimate.gpus import Speed
-from megatron.slipstream.estimate.layer_costs import layer_costs
 from megatron.slipstream.estimate.layer_passes import Stretch, backward_pass, forward_pass
-from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape, has_feed_forward
-from megatron.slipstream.estimate.saved_tensors import (
+from megatron.slipstream.estimate.layers import (
     CHECKPOINT_INPUTS,
     input_name,
-    is_mlp_norm_fused,
+    layer_costs,
     marked_modules,
+    recomputable_parts,
     saved_tensors,
     savers_of,
 )
+from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
 from megatron.slipstream.estimate.schedules import Pass, Schedule, idle_ms, rank_schedule
-from megatron.slipstream.estimate.tensors import is_input_norm_fused
 from megatron.slipstream.plan.settings import (
-    WHOLE_LAYER,
     Assignment,
     LayerSetting,
     describe_setting,
@@ -217,25 +215,6 @@ def synthetic_trace(work: Workplan, pp_rank: int, state_bytes: int = 0) -> Trace
 
 def _kind(name: str, setting: LayerSetting) -> str:
     return f"{name} ({describe_setting(setting)})"
-
-
-def recomputable_parts(shape: ModelShape, layer: int) -> LayerSetting:
-    """Return the parts, and the whole, whose recomputation makes a difference to such a layer."""
-    kind = shape.kind_of(layer)
-    experts = shape.experts if "E" in kind else None
-    has_input_norm = kind[0] in "*G" and not is_input_norm_fused(shape, kind)
-    has_mlp_norm = has_feed_forward(kind) and not is_mlp_norm_fused(shape, kind)
-    makes_sense = {
-        "layernorm": has_input_norm or has_mlp_norm,
-        "core_attn": "*" in kind,
-        "mla_up_proj": "*" in kind and shape.latent_attention is not None,
-        "mlp": "-" in kind and not shape.mlp_sequence_tiles,
-        "moe": experts is not None,
-        "moe_act": experts is not None and not shape.mlp_sequence_tiles,
-        "shared_experts": experts is not None and experts.shared_ffn_hidden_size > 0,
-        WHOLE_LAYER: kind != "/",
-    }
-    return LayerSetting(name for name, does in makes_sense.items() if does)
 
 
 def _template(work: Workplan, shape: ModelShape, chunk: Chunk) -> Template:

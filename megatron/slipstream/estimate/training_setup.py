@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Optional
 
-from megatron.slipstream.estimate.model_parts import Parallelism
-from megatron.slipstream.estimate.model_shapes import ModelShape
-from megatron.slipstream.estimate.saved_tensors import (
+from megatron.slipstream.estimate.layers import (
     CHECKPOINT_INPUTS,
+    GDN_MODULES,
+    MAMBA_MODULES,
     MEGATRON_MODULES,
     MODULES,
     marked_modules,
 )
-from megatron.slipstream.estimate.state_space import GDN_MODULES, MAMBA_MODULES
+from megatron.slipstream.estimate.model_parts import Parallelism
+from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.synthetic import DEFAULT_MIN_NUMEL
 from megatron.slipstream.options.model import check_model_options
 from megatron.slipstream.options.rules import require

@@ -17,10 +17,13 @@ from functools import cached_property
 from typing import NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import Speed
+from megatron.slipstream.estimate.layers import (
+    marked_modules,
+    recomputable_parts,
+)
 from megatron.slipstream.estimate.model_shapes import ModelShape, has_feed_forward
-from megatron.slipstream.estimate.saved_tensors import marked_modules
 from megatron.slipstream.estimate.schedules import Pass, idle_ms
-from megatron.slipstream.estimate.synthetic import Workplan, recomputable_parts
+from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.estimate.training_setup import Configured, usable_modules
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.assignments import Judge, Limits as RankLimits, Score, shortest

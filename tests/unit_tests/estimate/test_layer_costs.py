@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from megatron.slipstream.estimate.gpus import ATTENTION_SHARE, GPUS, find_speed
-from megatron.slipstream.estimate.layer_costs import attended_pairs, head_costs, layer_costs
+from megatron.slipstream.estimate.layers import (
+    attended_pairs,
+    head_costs,
+    layer_costs,
+)
 from megatron.slipstream.estimate.model_parts import (
     RECOMPUTE_MODULES,
     Experts,

@@ -19,6 +19,9 @@ from megatron.slipstream.estimate.layer_passes import (
     backward_pass,
     forward_pass,
 )
+from megatron.slipstream.estimate.layers import (
+    saved_tensors,
+)
 from megatron.slipstream.estimate.model_parts import (
     ATTENTION_BACKENDS,
     RECOMPUTE_MODULES,
@@ -30,7 +33,6 @@ from megatron.slipstream.estimate.model_parts import (
     Parallelism,
 )
 from megatron.slipstream.estimate.model_shapes import ModelShape
-from megatron.slipstream.estimate.saved_tensors import saved_tensors
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 
 H100 = find_speed("h100")

@@ -15,10 +15,13 @@ from model_case import DENSE_MODULES, MOE_MODULES
 
 from benchmarks.cases import find_case
 from megatron.slipstream.estimate.gpus import find_speed
+from megatron.slipstream.estimate.layers import (
+    marked_modules,
+    saved_tensors,
+)
 from megatron.slipstream.estimate.model_parts import Experts, LatentAttention, Parallelism
 from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.model_state import num_parameters
-from megatron.slipstream.estimate.saved_tensors import marked_modules, saved_tensors
 from megatron.slipstream.estimate.synthetic import DEFAULT_MIN_NUMEL, Workplan, synthetic_trace
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions

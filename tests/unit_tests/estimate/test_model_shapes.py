@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from megatron.slipstream.estimate.layers import (
+    MEGATRON_MODULES,
+    MODULES,
+    marked_modules,
+    saved_tensors,
+)
 from megatron.slipstream.estimate.model_parts import (
     ATTENTION_BACKENDS,
     Experts,
@@ -17,12 +23,6 @@ from megatron.slipstream.estimate.model_parts import (
     Parallelism,
 )
 from megatron.slipstream.estimate.model_shapes import ModelShape
-from megatron.slipstream.estimate.saved_tensors import (
-    MEGATRON_MODULES,
-    MODULES,
-    marked_modules,
-    saved_tensors,
-)
 from megatron.slipstream.plan.settings import NOTHING, WHOLE
 
 DENSE = ModelShape(

@@ -12,7 +12,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from megatron.slipstream.estimate.gpus import find_speed
-from megatron.slipstream.estimate.layer_costs import Cost, layer_costs
+from megatron.slipstream.estimate.layers import (
+    CHECKPOINT_INPUTS,
+    MEGATRON_MODULES,
+    Cost,
+    layer_costs,
+)
 from megatron.slipstream.estimate.model_parts import (
     Experts,
     LatentAttention,
@@ -20,7 +25,6 @@ from megatron.slipstream.estimate.model_parts import (
     Parallelism,
 )
 from megatron.slipstream.estimate.model_shapes import ModelShape
-from megatron.slipstream.estimate.saved_tensors import CHECKPOINT_INPUTS, MEGATRON_MODULES
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions

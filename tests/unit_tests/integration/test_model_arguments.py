@@ -16,6 +16,9 @@ from ranks import import_training, run_ranks
 
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
+from megatron.slipstream.estimate.layers import (
+    saved_tensors,
+)
 from megatron.slipstream.estimate.model_options import shape_of_options
 from megatron.slipstream.estimate.model_parts import (
     Experts,
@@ -26,7 +29,6 @@ from megatron.slipstream.estimate.model_parts import (
     Parallelism,
 )
 from megatron.slipstream.estimate.model_state import num_parameters, state_bytes
-from megatron.slipstream.estimate.saved_tensors import saved_tensors
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.estimate.training_command import read_flags, split_command
 from megatron.slipstream.estimate.training_setup import Configured

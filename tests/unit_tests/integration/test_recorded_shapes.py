@@ -18,12 +18,12 @@ from state_space_layers import GATED_DELTA_NET, MAMBA
 from tiny_gpt import DENSE_MODULES, ModelCase
 
 from megatron.slipstream.estimate.gpus import find_speed
-from megatron.slipstream.estimate.model_shapes import ModelShape
-from megatron.slipstream.estimate.saved_tensors import (
+from megatron.slipstream.estimate.layers import (
     CHECKPOINT_INPUTS,
     marked_modules,
     saved_tensors,
 )
+from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from megatron.slipstream.estimate.gpus import find_speed
+from megatron.slipstream.estimate.layers import (
+    CHECKPOINT_INPUTS,
+)
 from megatron.slipstream.estimate.model_parts import Experts, Parallelism
 from megatron.slipstream.estimate.model_shapes import ModelShape
-from megatron.slipstream.estimate.saved_tensors import CHECKPOINT_INPUTS
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions

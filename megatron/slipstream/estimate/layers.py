@@ -1,0 +1,832 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The parts of a layer, one by one: what each computes, saves for backward, takes and gives.
+
+A part is a sequence of operations; parts that megatron-core marks are named after its
+``offload_modules``. Two kinds of layers are modelled: those built from Transformer Engine's modules
+and those built from megatron-core's plain PyTorch modules (``attention_backend='local'``). Sizes
+were checked against recorded traces of both (listed in docs/user-guide/planning.md).
+
+[Note: Compute times]
+Matrix products take their FLOPs divided by the GPU's average achieved rate; memory-bound operations
+take their bytes divided by the memory bandwidth. In fp8, products of linear layers are faster, and
+their inputs are read once more and written by rows and by columns. Backward costs twice the
+forward, 2.5 times for attention, three times for scans and delta rules. Communication between GPUs,
+kernels too small to fill a GPU and launch-bound parts are not counted; each makes a real step
+longer.
+
+[Note: Transformer Engine's fused norms]
+Its linear layers fuse the preceding norm, so that norm is not marked: the query/key/value
+projection does so except in multi-latent attention, the first projection of a dense MLP always.
+A fused linear layer saves the norm's input and output. Transformer Engine's core attention copies
+values that are strided views of the projection's output, so that output is not kept.
+
+[Note: Inputs of linear layers in fp8]
+A linear layer in fp8 keeps a quantized copy of its input, which it makes itself: two layers with
+the same input have two, and the 16-bit input is saved only if something else needs it. What a norm
+or an activation function frees and recomputes is kept by no copy.
+
+[Note: Saved tensors under recomputation]
+To recompute a norm or an activation function, megatron-core frees its output after use and reruns
+the operation in backward. The output then takes no memory; the module's own group saves the input
+for the rerun, and the input is offloaded with the group. Core attention is recomputed outside of
+its group, so the tensors that its checkpoint keeps are not offloaded. A checkpoint of whole layers
+saves only the input of the first, in a group of its own.
+
+[Note: What kernels of state-space layers save]
+Mamba's kernels are those of mamba-ssm (its memory-efficient path), a gated delta net's those of
+flash-linear-attention; what they save is derived from their code, not measured. Mamba's
+convolution, scan and gate are one operation. It saves its input, which is the input projection's
+output, and the scan's output before the gate; backward computes the rest again. The norm after it
+saves its input.
+
+A gated delta net's convolution saves its input, a view of the input projection's output, so that
+all of this is kept. Queries and keys are normalized together, then copied apart, and repeated for
+each value head. The rule saves these, values, decays, gates, and for each chunk of tokens a
+triangular matrix. The output's norm saves the rule's output, the product with the output's gate
+both factors. The functions around the kernels are compiled: then they save no float32 copies. For
+layers of plain PyTorch they are taken as they are if they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, Optional
+
+from megatron.slipstream.estimate.gpus import Products, Speed
+from megatron.slipstream.estimate.model_parts import LayerKind
+from megatron.slipstream.estimate.model_shapes import ModelShape, has_feed_forward
+from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
+from megatron.slipstream.plan.trace import OUTPUT_LAYER
+
+GDN_MODULES = ("gdn_in_proj", "gdn_rule", "gdn_out_proj")
+MAMBA_MODULES = ("mamba_in_proj", "mamba_scan", "mamba_out_proj")
+MODULES = (
+    *("attn_norm", "qkv_linear", "core_attn", "attn_proj", *GDN_MODULES, *MAMBA_MODULES),
+    *("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2", "shared_experts"),
+    *("expert_fc1", "moe_act", "expert_fc2"),
+)
+"""The ``offload_modules`` that are modelled, in layer order."""
+
+MEGATRON_MODULES = tuple(
+    name
+    for name in MODULES
+    if name not in ("mlp_fc1", "mlp_act", "mlp_fc2", "shared_experts", "expert_fc2")
+)
+"""Those of them that megatron-core marks, and those of state-space layers."""
+
+CHECKPOINT_INPUTS = "checkpoint_inputs"
+"""The part, and the group, of a checkpoint of whole layers (``offload_checkpoint_inputs``)."""
+
+TILED_PARTS = frozenset({"mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc1", "moe_act", "expert_fc2"})
+"""The parts of a layer that ``mlp_sequence_tiles`` computes tile by tile."""
+
+KEPT_BY_RECOMPUTATION = "recomputation reads it too"
+"""See [Note: Saved tensors under recomputation]."""
+
+MAMBA_CHUNK = 128
+"""Tokens of a chunk of Mamba's scan (``MambaMixer``'s default)."""
+_MAMBA_CONV_WIDTH = 4
+RULE_CHUNK = 64
+"""Tokens of a chunk of the gated delta rule."""
+_LOSS_PASSES = 4
+_MASKED_SOFTMAX_MAX_SEQUENCE = 16384
+"""The longest sequence for which Transformer Engine's unfused attention has a softmax kernel."""
+
+BACKWARD_PER_FORWARD = 2.0
+ATTENTION_BACKWARD_PER_FORWARD = 2.5
+"""Fused attention computes two products in forward and five in backward, including the scores
+again."""
+SCAN_BACKWARD_PER_FORWARD = 3.0
+"""Scans and delta rules save no states of chunks: backward computes them again."""
+
+Phase = Literal["forward", "rerun", "backward"]
+
+
+class Cost(NamedTuple):
+    """Cost of one part of a layer for one micro-batch on one rank."""
+
+    flops: float = 0.0
+    """Operations of matrix products in forward."""
+    traffic_bytes: float = 0.0
+    """Bytes that memory-bound operations read and write in forward."""
+    backward_factor: float = BACKWARD_PER_FORWARD
+    kind: Products = "16 bits"
+    """What the products are, since kinds reach other rates."""
+    weights: int = 0
+    """Parameters on the rank."""
+    rerun_share: float = 0.0
+    """The share of the forward that backward runs again, before its own operations."""
+
+    def ms(self, speed: Speed, phase: Phase) -> float:
+        """Return the compute time of forward, of what runs again, or of backward without that."""
+        factor = {"forward": 1.0, "rerun": self.rerun_share, "backward": self.backward_factor}
+        return factor[phase] * speed.compute_ms(self.flops, self.traffic_bytes, self.kind)
+
+    def backward_ms(self, speed: Speed) -> float:
+        """Return the compute time of backward, with what runs again."""
+        return self.ms(speed, "rerun") + self.ms(speed, "backward")
+
+
+class SavedTensor(NamedTuple):
+    """A storage that a layer saves for backward. Parts that save the same one use the same name."""
+
+    name: str
+    numel: int
+    nbytes: int
+    kept_by: str = ""
+    """Why offloading it frees no memory; empty if it does."""
+
+
+Saved = dict[str, tuple[SavedTensor, ...]]
+"""The saved tensors of each part."""
+
+
+class Part(NamedTuple):
+    """A sequence of operations of a layer, for one micro-batch on one rank."""
+
+    name: str
+    cost: Cost
+    saved: tuple[SavedTensor, ...]
+    stream: str
+    """The tensor to which its half of the layer is added."""
+    taken: Mapping[str, int]
+    """Bytes of what goes in, by name."""
+    given: Mapping[str, int]
+    """Bytes of what comes out; empty if it is added to the residual stream."""
+    inside: int
+    """Bytes of the largest gradients between its operations."""
+    rerun_by: frozenset[str]
+    """The ``recompute_modules`` by which backward runs it again."""
+    is_marked: bool
+    """Whether it can be a group."""
+
+
+def layer_parts(
+    shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None
+) -> tuple[Part, ...]:
+    """Return the parts of a layer, in forward order.
+
+    Args:
+        shape: The model.
+        layer: Index of the layer, from 0.
+        setting: What backward recomputes of the layer; None for the shape's. All of a layer that is
+            recomputed as a whole is saved in its rerun.
+    """
+    given = shape.setting_of(layer) if setting is None else setting
+    return _parts(shape.plain, shape.kind_of(layer), given)
+
+
+@lru_cache(maxsize=512)
+def _parts(shape: ModelShape, kind: LayerKind, given: LayerSetting) -> tuple[Part, ...]:
+    layer = shape.kinds[kind]
+    setting = setting_with_tiles(shape, layer, given)
+    found = []
+    for part in _Layer(shape, kind, setting_with_tiles(shape, layer, given - WHOLE)).parts():
+        share = 1.0 if setting == WHOLE else part.cost.rerun_share * bool(setting & part.rerun_by)
+        if shape.mlp_sequence_tiles and part.name in TILED_PARTS:
+            share = 2.0 if setting == WHOLE else 1.0  # Again after its whole layer did.
+        found.append(part._replace(cost=part.cost._replace(rerun_share=share)))
+    return tuple(found)
+
+
+def layer_costs(
+    shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None
+) -> dict[str, Cost]:
+    """Return the costs of a layer's parts, in forward order; for arguments see layer_parts."""
+    return {part.name: part.cost for part in layer_parts(shape, layer, setting)}
+
+
+def saved_tensors(shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None) -> Saved:
+    """Return the tensors of each part that saves any, in forward order.
+
+    For arguments see :func:`layer_parts`. A layer that is recomputed as a whole saves its input, if
+    a checkpoint starts there.
+    """
+    setting = shape.setting_of(layer) if setting is None else setting
+    if setting == WHOLE:
+        starts = layer in shape.checkpoint_starts
+        hidden = _Layer(shape, shape.kind_of(layer), NOTHING).hidden
+        name = input_name(shape.kind_of(layer))
+        tensor = SavedTensor(name, hidden, hidden * shape.element_bytes)
+        return {CHECKPOINT_INPUTS: (tensor,)} if starts else {}
+    return {part.name: part.saved for part in layer_parts(shape, layer, setting) if part.saved}
+
+
+def savers_of(saved: Saved) -> dict[str, tuple[SavedTensor, list[str]]]:
+    """Return each storage once, by name, with the parts that save it."""
+    found: dict[str, tuple[SavedTensor, list[str]]] = {}
+    for part, tensors in saved.items():
+        for tensor in tensors:
+            found.setdefault(tensor.name, (tensor, []))[1].append(part)
+    return found
+
+
+def marked_modules(
+    shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None
+) -> tuple[str, ...]:
+    """Return the parts of a layer that can be marked as groups, in layer order."""
+    if (shape.setting_of(layer) if setting is None else setting) == WHOLE:
+        return (CHECKPOINT_INPUTS,) if layer in shape.checkpoint_starts else ()
+    return tuple(part.name for part in layer_parts(shape, layer, setting) if part.is_marked)
+
+
+def recomputable_parts(shape: ModelShape, layer: int) -> LayerSetting:
+    """Return the parts, and the whole, whose recomputation makes a difference to such a layer."""
+    found = NOTHING.union(*(part.rerun_by for part in layer_parts(shape, layer, NOTHING)))
+    found -= {"mlp", "moe_act"} if shape.mlp_sequence_tiles else NOTHING
+    return found if shape.kind_of(layer) == "/" else found | WHOLE
+
+
+def setting_with_tiles(shape: ModelShape, layer: int, setting: LayerSetting) -> LayerSetting:
+    """Return a layer's setting with what tiles of its MLP or experts recompute."""
+    kind = shape.kind_of(layer)
+    if setting == WHOLE or not has_feed_forward(kind) or not shape.mlp_sequence_tiles:
+        return setting
+    return setting | {"moe_act" if "E" in kind else "mlp"}
+
+
+def input_name(kind: LayerKind) -> str:
+    """Return the name of a layer's input among its tensors."""
+    return "attended" if kind in ("-", "E") else "layer_input"
+
+
+def head_costs(shape: ModelShape) -> dict[str, Cost]:
+    """Return the costs of the final norm, output layer and loss, in forward order."""
+    logits = shape.tokens * shape.vocab_size / shape.parallelism.tp
+    norm = 2.0 * shape.region_tokens * shape.hidden_size * shape.element_bytes
+    found = {
+        "final_norm": Cost(0.0, norm),
+        OUTPUT_LAYER: Cost(2 * logits * shape.hidden_size, logits * shape.element_bytes),
+        # Float32 logits are read and written a few times.
+        "loss": Cost(0.0, logits * 4 * _LOSS_PASSES),
+    }
+    # Tiles run again in backward.
+    factor = BACKWARD_PER_FORWARD + shape.loss_sequence_tiles
+    return {part: cost._replace(backward_factor=factor) for part, cost in found.items()}
+
+
+def attended_pairs(shape: ModelShape) -> float:
+    """Return the query-key pairs that causal attention computes for a sequence on a rank."""
+    length = shape.seq_length
+    window = min(shape.window_size or length, length)
+    return (length * window - window * window / 2) / shape.parallelism.cp
+
+
+Tensors = tuple[SavedTensor, ...]
+
+
+class _Layer:
+    """Lists the parts of one layer.
+
+    Args:
+        shape: The model.
+        kind: The layer's kind.
+        setting: What is recomputed of it, with what tiles recompute, but not the whole.
+    """
+
+    def __init__(self, shape: ModelShape, kind: LayerKind, setting: LayerSetting) -> None:
+        self.hidden = shape.region_tokens * shape.hidden_size
+        """Elements of a hidden state."""
+        self._shape, self._kind, self._setting = shape, kind, setting
+        self._parts: list[Part] = []
+        self._stream = input_name(kind)
+
+    def parts(self) -> list[Part]:
+        """Return its parts, in forward order."""
+        if "*" in self._kind:
+            self._attention()
+        if self._kind == "M":
+            self._mamba()
+        if self._kind == "G":
+            self._gated_delta_net()
+        if self._kind == "/":
+            self._further_tokens()
+        if has_feed_forward(self._kind):
+            self._feed_forward()
+        return self._parts
+
+    def _add(
+        self,
+        name: str,
+        cost: Cost,
+        saved: Tensors = (),
+        taken: Optional[Mapping[str, int]] = None,
+        given: Optional[Mapping[str, int]] = None,
+        *,
+        inside: int = 0,
+        rerun_by: str = "",
+        rerun_share: float = 1.0,
+        is_marked: Optional[bool] = None,
+    ) -> None:
+        """Add a part; ``rerun_by`` has names with spaces between them."""
+        is_marked = name in MODULES if is_marked is None else is_marked
+        cost = cost._replace(rerun_share=rerun_share)
+        modules = frozenset(rerun_by.split())
+        self._parts.append(
+            Part(name, cost, saved, self._stream, taken or {}, given or {}, inside, modules,
+                 is_marked)
+        )  # fmt: skip
+
+    def _add_norm(self, name: str, saved: Tensors, module: str, taken: str, given: str) -> None:
+        """Add a norm that is a part of its own only if ``module`` is layernorm."""
+        hidden = self._hidden_bytes(given)
+        self._add(name, self._moved(2), saved, self._hidden_bytes(taken), hidden, rerun_by=module,
+                  is_marked=module == "layernorm")  # fmt: skip
+
+    def _add_residual(self, name: str, mask: str, given: str) -> None:
+        has_dropout = self._shape.hidden_dropout > 0
+        saved = (self._dropout_mask(mask, self.hidden),) if has_dropout else ()
+        self._add(name, self._moved(3), saved, {}, self._hidden_bytes(given))
+        self._stream = given
+
+    def _attention(self) -> None:
+        shape, latent, size = self._shape, self._shape.latent_attention, self._shape.element_bytes
+        tokens, heads, hidden = shape.tokens, shape.heads, shape.hidden_size
+        groups, key_width, value_width = shape.attention_sizes
+        # The down-projections of queries and of keys and values are two layers.
+        norm, normed = self._input_norm(2 if latent and shape.fp8_recipe else 1)
+        query, key, value = self._query_key_value()
+        heads_bytes = _bytes_of(query, key, value)
+        share = 1.0
+        if latent:
+            up, down = self._latent_weights()
+            # Ranks of a tensor-parallel group have all down-projections, each for its own tokens.
+            up_flops, down_flops = 2.0 * tokens * up, 2.0 * shape.region_tokens * down
+            share = up_flops / (up_flops + down_flops)
+            project = self._linear(up + down, self.hidden, up_flops + down_flops)
+            projections = self._latent_projections()
+        else:
+            weights = hidden * (heads + 2 * groups) * shape.head_dim
+            project, projections = self._linear(weights, self.hidden), self._qk_norms()
+        by = "mla_up_proj" if latent else ""
+        saved = (*norm, *normed, *projections)
+        self._add("qkv_linear", project, saved, self._hidden_bytes("normed_input"), heads_bytes,
+                  rerun_by=by, rerun_share=share)  # fmt: skip
+        moved = sum(
+            tokens * count * width * size
+            for count, width in ((heads, key_width), (groups, key_width), (groups, value_width))
+        )
+        is_fused = bool(shape.apply_rope_fusion or latent)
+        tables = () if is_fused else self._rotary_tables(shape.head_dim)
+        self._add("rotary", Cost(0.0, 2.0 * moved), tables, heads_bytes, heads_bytes, rerun_by=by)
+        pairs, scores = shape.micro_batch_size * heads * attended_pairs(shape), 0.0
+        has_scores = shape.attention_backend in ("unfused", "local")
+        if has_scores:  # The softmax and the two products write and read all scores.
+            pairs *= 2
+            scores = 4.0 * pairs * size
+        cost = Cost(2.0 * pairs * (key_width + value_width), scores,
+                    ATTENTION_BACKWARD_PER_FORWARD, "attention")  # fmt: skip
+        output = self._tensor("attention_output", tokens * heads * value_width)
+        of_proj = output
+        if shape.fp8_recipe:
+            of_proj = self._input("attention_output_quantized", output.numel)
+        if shape.parallelism.cp > 1 and "a2a" in shape.parallelism.cp_comm_type:
+            # Saved before heads and tokens are transposed back.
+            output = output._replace(name="attention_output_by_heads")
+        inner: Tensors = (output, self._float32("log_sum_exp", tokens * heads))
+        if has_scores:
+            inner, output = self._scores(), of_proj
+        inside = sum(_bytes_of(query, key, value, *inner).values()) if has_scores else 0
+        saved = (*(() if self._recomputes("mla_up_proj") else (query, key, value)), *inner)
+        if self._recomputes("core_attn"):
+            kept = KEPT_BY_RECOMPUTATION
+            saved = tuple(each._replace(kept_by=kept) for each in (query, key, value))
+        self._add("core_attn", cost, saved, heads_bytes, _bytes_of(output), inside=inside,
+                  rerun_by="core_attn", is_marked=not self._recomputes("core_attn"))  # fmt: skip
+        self._add("attn_proj", self._linear(hidden * heads * value_width, of_proj.numel),
+                  (of_proj,), _bytes_of(output))  # fmt: skip
+        self._add_residual("attn_residual", "attn_dropout_mask", "attended")
+
+    def _mamba(self) -> None:
+        shape, mamba, tp = self._shape, self._shape.mamba, self._shape.parallelism.tp
+        assert mamba is not None
+        tokens, hidden, size = shape.tokens, shape.hidden_size, shape.element_bytes
+        heads, groups, state = mamba.num_heads // tp, mamba.num_groups // tp, mamba.state_dim
+        inner = heads * mamba.head_dim
+        # Channels of the convolution: the heads' inputs, and what a group shares.
+        convolved = inner + 2 * groups * state
+        # The input projection's output: also a gate, and a step size per head.
+        projected = inner + convolved + heads
+        # Context-parallel ranks divide heads, but each of them has one group at least.
+        most_groups = max(groups, shape.parallelism.cp)
+        scanned = projected + 2 * (most_groups - groups) * state
+        # Within chunks, of each group and each head; into and out of the states of chunks.
+        products = MAMBA_CHUNK * (most_groups * state + inner) + 2 * inner * state
+        states = 4 * 2 * tokens * inner * state / MAMBA_CHUNK
+        # The convolution writes what the scan reads; the scan's output is written with its gate
+        # too, and read and written by a norm.
+        moved = scanned + 2 * convolved + 2 * inner + 2 * inner
+        norm = self._norm("layer_input", shape.region_tokens, hidden)
+        stream, normed = (self._hidden_bytes(name) for name in ("layer_input", "normed_input"))
+        self._add("mamba_norm", self._moved(2), (), stream, normed)
+        into = self._tensor("mamba_projected", tokens * scanned)
+        saved = (*norm, self._input("normed_input", self.hidden))
+        self._add("mamba_in_proj", self._linear(hidden * projected, self.hidden), saved, normed,
+                  _bytes_of(into))  # fmt: skip
+        out = self._input("mamba_normed", tokens * inner)
+        self._add(
+            "mamba_scan",
+            Cost(2.0 * tokens * products, tokens * moved * size + states,
+                 SCAN_BACKWARD_PER_FORWARD, "attention", convolved * _MAMBA_CONV_WIDTH),
+            (
+                into,
+                self._tensor("mamba_scanned", tokens * inner),
+                self._tensor("mamba_output", tokens * inner),
+                self._float32("mamba_output_deviation", tokens * groups),
+            ),
+            _bytes_of(into),
+            _bytes_of(out),
+            # What backward computes again, and its gradient.
+            inside=2 * (tokens * convolved * size + 4 * tokens * inner * state // MAMBA_CHUNK),
+        )  # fmt: skip
+        self._add("mamba_out_proj", self._linear(hidden * inner, out.numel), (out,), _bytes_of(out))
+        self._add_residual("mamba_residual", "mamba_dropout_mask", "attended")
+
+    def _gated_delta_net(self) -> None:
+        shape, net, tp = self._shape, self._shape.gated_delta_net, self._shape.parallelism.tp
+        assert net is not None
+        tokens, hidden, size = shape.tokens, shape.hidden_size, shape.element_bytes
+        key_heads, value_heads = net.num_key_heads // tp, net.num_value_heads // tp
+        keys, values = key_heads * net.key_head_dim, value_heads * net.value_head_dim
+        repeated, gates = value_heads * net.key_head_dim, tokens * value_heads
+        # The input projection's output: also a gate, and two numbers per value head.
+        projected = 2 * (keys + values + value_heads)
+        # Of each chunk: keys with keys, the triangle's inverse, keys and values by it, queries with
+        # keys, and these with values; into and out of the states of chunks.
+        in_chunk = RULE_CHUNK * (3 * repeated + 2 * values + value_heads * RULE_CHUNK)
+        products = in_chunk + 3 * repeated * net.value_head_dim
+        # The convolution reads and writes queries, keys and values; these are normalized, repeated,
+        # and read by the rule.
+        moved = 4 * (2 * keys + values) + 2 * (2 * repeated + values) + values
+        norm, normed = self._input_norm()
+        into = self._tensor("gdn_projected", tokens * projected)
+        self._add("gdn_in_proj", self._linear(hidden * projected, self.hidden), (*norm, *normed),
+                  self._hidden_bytes("normed_input"), _bytes_of(into))  # fmt: skip
+        steps: Tensors = (self._tensor("gdn_decay_input", gates),)
+        if not shape.uses_transformer_engine:
+            names = ("gdn_decay_input", "gdn_decay_rate")
+            steps = tuple(self._float32(name, gates) for name in names)
+        numel = tokens * values
+        inner = (
+            self._tensor("gdn_query_key", tokens * 2 * keys),
+            self._tensor("gdn_query", tokens * repeated),
+            self._tensor("gdn_key", tokens * repeated),
+            self._tensor("gdn_value", numel),
+        )
+        factors: Tensors = (self._tensor("gdn_gate", numel),)
+        if not shape.uses_transformer_engine:
+            factors = tuple(
+                self._float32(name, numel) for name in ("gdn_gate", "gdn_gate_activated")
+            )
+        output, out = ({name: inner[3].nbytes} for name in ("gdn_output", "gdn_normed"))
+        self._add(
+            "gdn_rule",
+            Cost(2.0 * tokens * products, 1.0 * tokens * moved * size, SCAN_BACKWARD_PER_FORWARD,
+                 "attention", (2 * keys + values) * net.conv_kernel_dim),
+            (
+                into,
+                inner[0],
+                self._float32("gdn_query_key_deviation", tokens * 2 * key_heads),
+                *inner[1:],
+                *steps,
+                self._float32("gdn_decay", gates),
+                self._tensor("gdn_beta", gates),
+                self._tensor("gdn_triangles", gates * RULE_CHUNK),
+                *self._norm("gdn_output", gates, net.value_head_dim),
+                self._tensor("gdn_output_normed", numel),
+                *factors,
+            ),
+            _bytes_of(into),
+            output,
+            inside=sum(_bytes_of(*inner).values()),
+        )  # fmt: skip
+        self._add("gdn_norm", Cost(0.0, 5.0 * tokens * values * size), (), output, out)
+        self._add("gdn_out_proj", self._linear(hidden * values, numel),
+                  (self._input("gdn_normed", numel),), out)  # fmt: skip
+        self._add_residual("attn_residual", "attn_dropout_mask", "attended")
+
+    def _further_tokens(self) -> None:
+        """Add what begins the prediction of a further token.
+
+        These are the norm at the end of the layers before, and the norms and the projection that
+        join its output with the embedding of the next token.
+        """
+        shape = self._shape
+        names = ("layer_input", "further_state", "further_embedding")
+        norms = [self._norm(name, shape.region_tokens, shape.hidden_size) for name in names]
+        joined = self._input("further_joined", 2 * self.hidden)
+        moved = 3 * self._moved(2).traffic_bytes + 2.0 * joined.numel * shape.element_bytes
+        self._add("further_norms", Cost(0.0, moved), sum(norms, ()),
+                  self._hidden_bytes("layer_input"), _bytes_of(joined))  # fmt: skip
+        self._stream = "further_state"
+        weights = 2 * shape.hidden_size**2 // shape.parallelism.tp
+        self._add("further_proj", self._linear(weights, joined.numel), (joined,), _bytes_of(joined),
+                  self._hidden_bytes("attended"))  # fmt: skip
+
+    def _feed_forward(self) -> None:
+        shape, has_experts = self._shape, "E" in self._kind
+        is_fused = shape.uses_transformer_engine and not has_experts
+        again = self._recomputes("layernorm") and not is_fused
+        norm = self._norm("attended", shape.region_tokens, shape.hidden_size, again)
+        make = self._tensor if has_experts else self._input  # The router is in 16 bits.
+        normed: Tensors = () if again else (make("normed_attended", self.hidden),)
+        if is_fused:  # The norm runs again with its linear layer.
+            self._add_norm("mlp_norm", (), "mlp", "attended", "normed_attended")
+            normed = norm[:1] if self._recomputes("mlp") else (*norm, *normed)
+        else:
+            self._add_norm("mlp_norm", norm, "layernorm", "attended", "normed_attended")
+        if has_experts:
+            self._experts(normed)
+        else:
+            self._mlp(normed)
+        self._add_residual("mlp_residual", "mlp_dropout_mask", "layer_output")
+
+    def _mlp(self, normed: Tensors) -> None:
+        rows, width = self._shape.feed_forward_sizes(self._kind)
+        again = self._recomputes("mlp")
+        into, out = self._between("mlp", rows, width)
+        activated = () if again else self._activation("mlp", rows, width)
+        product = () if again else (self._input("mlp_activated", rows * width),)
+        first, activation, second = self._products(rows, width)
+        flags: dict[str, Any] = {"rerun_by": "mlp", "is_marked": not again}
+        self._add("mlp_fc1", first, normed, self._hidden_bytes("normed_attended"), into, **flags)
+        self._add("mlp_act", activation, activated, into, out, **flags)
+        self._add("mlp_fc2", second, product, out, **flags)
+
+    def _experts(self, normed: Tensors) -> None:
+        shape, experts = self._shape, self._shape.experts
+        assert experts is not None
+        hidden, size, again = shape.hidden_size, shape.element_bytes, self._recomputes("moe")
+        rows, width = shape.feed_forward_sizes(self._kind)
+        one_copy = self.hidden * size
+        routed = one_copy * experts.topk
+        weights = hidden * experts.num_experts
+        scores = self._float32("router_scores", shape.region_tokens * experts.num_experts)
+        taken = self._hidden_bytes("normed_attended")
+        sent, received = (
+            {name: rows * hidden * size} for name in ("expert_input", "expert_output")
+        )
+        router = Cost(2.0 * shape.region_tokens * weights, one_copy + 2.0 * routed, weights=weights)
+        self._add("router", router, normed if again else (*normed, scores), taken, sent,
+                  rerun_by="moe")  # fmt: skip
+        if experts.shared_ffn_hidden_size:
+            self._shared_experts(normed, experts.shared_ffn_hidden_size // shape.parallelism.tp)
+        into, out = self._between("expert", rows, width)
+        num_local = experts.num_experts // shape.parallelism.ep
+        first, activation, second = (
+            cost._replace(weights=cost.weights * num_local) for cost in self._products(rows, width)
+        )
+        taken_in: Tensors = ()
+        activated: Tensors = ()
+        product: Tensors = ()
+        if not again:
+            taken_in = (self._input("expert_input", rows * hidden),)
+            activated = self._expert_activation(rows, width)
+        if not (again or self._recomputes("moe_act")):
+            product = (self._input("expert_activated", rows * width),)
+        marked = not again and not shape.mlp_sequence_tiles
+        self._add("expert_fc1", first, taken_in, sent, into, rerun_by="moe", is_marked=marked)
+        self._add("moe_act", activation, activated, into, out, rerun_by="moe moe_act",
+                  is_marked=marked)  # fmt: skip
+        self._add("expert_fc2", second, product, out, received, rerun_by="moe",
+                  is_marked=bool(product))  # fmt: skip
+        self._add("combine", Cost(0.0, routed + one_copy), (), received, rerun_by="moe")
+
+    def _shared_experts(self, normed: Tensors, width: int) -> None:
+        shape, tokens = self._shape, self._shape.tokens
+        saved = normed
+        if not self._recomputes("shared_experts"):
+            if shape.fp8_recipe and normed:
+                normed = (self._input("normed_attended_quantized", self.hidden),)
+            activated = self._input("shared_activated", tokens * width)
+            saved = (*normed, *self._activation("shared", tokens, width), activated)
+        again = self._recomputes("moe")
+        costs = self._products(tokens, width)
+        flops, moved, weights = (
+            sum(getattr(cost, name) for cost in costs)
+            for name in ("flops", "traffic_bytes", "weights")
+        )
+        self._add(
+            "shared_experts",
+            Cost(flops, moved, kind=costs[0].kind, weights=weights),
+            () if again else saved,
+            self._hidden_bytes("normed_attended"),
+            inside=tokens * width * shape.element_bytes * (self._gate_factor + 1),
+            rerun_by="moe shared_experts",
+            is_marked=not again and not self._recomputes("shared_experts"),
+        )
+
+    # Costs
+
+    @property
+    def _gate_factor(self) -> int:
+        return 2 if self._shape.gated_linear_unit else 1
+
+    def _products(self, rows: int, width: int) -> list[Cost]:
+        """Return the costs of two linear layers and of the activation function between them."""
+        shape, factor = self._shape, self._gate_factor
+        weights = shape.hidden_size * width
+        flops = 2.0 * rows * weights
+        return [
+            self._linear(factor * weights, rows * shape.hidden_size, factor * flops),
+            Cost(0.0, 1.0 * rows * width * (factor + 1) * shape.element_bytes),
+            self._linear(weights, rows * width, flops),
+        ]
+
+    def _linear(self, weights: int, input_numel: int, flops: Optional[float] = None) -> Cost:
+        """Return the cost of a linear layer, with the quantization of its input in fp8."""
+        shape = self._shape
+        each = shape.element_bytes + 2 * shape.linear_input_bytes if shape.fp8_recipe else 0.0
+        flops = 2.0 * shape.tokens * weights if flops is None else flops
+        kind: Products = "fp8" if shape.fp8_recipe else "16 bits"
+        return Cost(flops, input_numel * each, kind=kind, weights=weights)
+
+    def _moved(self, times: int) -> Cost:
+        """Return the cost of reading and writing hidden states."""
+        return Cost(0.0, float(times) * self.hidden * self._shape.element_bytes)
+
+    def _latent_weights(self) -> tuple[int, int]:
+        """Return the parameters of multi-latent attention's up- and down-projections."""
+        shape, latent, hidden = self._shape, self._shape.latent_attention, self._shape.hidden_size
+        assert latent is not None
+        key_width = latent.qk_head_dim + latent.qk_pos_emb_head_dim
+        up = (latent.q_lora_rank or hidden) * shape.heads * key_width
+        up += latent.kv_lora_rank * shape.heads * (latent.qk_head_dim + latent.v_head_dim)
+        width = latent.kv_lora_rank + latent.qk_pos_emb_head_dim + (latent.q_lora_rank or 0)
+        return up, hidden * width
+
+    # Saved tensors
+
+    def _recomputes(self, module: str) -> bool:
+        return module in self._setting
+
+    def _input_norm(self, copies: int = 1) -> tuple[Tensors, Tensors]:
+        """Add the norm of the layer's input; return what its linear layer saves of it.
+
+        Args:
+            copies: Of the norm's output.
+        """
+        shape = self._shape
+        has_latent_attention = "*" in self._kind and shape.latent_attention is not None
+        is_fused = shape.uses_transformer_engine and not has_latent_attention
+        again = self._recomputes("layernorm") and not is_fused
+        norm = self._norm("layer_input", shape.region_tokens, shape.hidden_size, again)
+        module = "" if is_fused else "layernorm"
+        self._add_norm("attn_norm", () if is_fused else norm, module, "layer_input", "normed_input")
+        normed = () if again else (self._input("normed_input", copies * self.hidden),)
+        return norm if is_fused else (), normed
+
+    def _norm(self, name: str, rows: int, width: int, is_recomputed: bool = False) -> Tensors:
+        """Return the tensors that a norm of ``[rows, width]`` saves, its input first."""
+        shape = self._shape
+        taken = self._tensor(name, rows * width)
+        if is_recomputed:
+            return (taken,)
+        if shape.uses_transformer_engine:
+            names = ("deviation", "mean") if shape.normalization == "LayerNorm" else ("deviation",)
+            return (taken, *(self._float32(f"{name}_{each}", rows) for each in names))
+        if shape.normalization == "LayerNorm":
+            names = ("mean", "deviation")
+            return (taken, *(self._tensor(f"{name}_{each}", rows) for each in names))
+        # Plain PyTorch computes an RMS norm step by step, in float32.
+        return (
+            self._float32(name if shape.precision == "fp32" else f"{name}_fp32", rows * width),
+            self._float32(f"{name}_deviation", rows),
+            self._float32(f"{name}_scaled", rows * width),
+        )
+
+    def _qk_norms(self) -> Tensors:
+        """Return the tensors that the per-head norms of queries and keys save."""
+        shape = self._shape
+        if not shape.qk_layernorm:
+            return ()
+        return (
+            *self._norm("query_before_norm", shape.tokens * shape.heads, shape.head_dim),
+            *self._norm("key_before_norm", shape.tokens * shape.groups, shape.head_dim),
+        )
+
+    def _latent_projections(self) -> Tensors:
+        shape, latent = self._shape, self._shape.latent_attention
+        assert latent is not None
+        # Keys and values are a view of the projection's output, which also holds the keys'
+        # positional part.
+        rank, position = latent.kv_lora_rank, latent.qk_pos_emb_head_dim
+        tensors = self._latent_norm("key_value_latent", rank, position)
+        if latent.q_lora_rank is not None:
+            tensors = self._latent_norm("query_latent", latent.q_lora_rank) + tensors
+        if not (shape.apply_rope_fusion or self._recomputes("mla_up_proj")):
+            tensors += self._rotary_tables(position)
+        return tensors
+
+    def _latent_norm(self, name: str, width: int, more: int = 0) -> Tensors:
+        """Return the tensors saved by a latent vector's norm and the projection after it.
+
+        Args:
+            name: Of the vector.
+            width: Of it.
+            more: The rest of the width of the tensor that it is a part of.
+        """
+        tokens = self._shape.region_tokens
+        latent = self._tensor(name, tokens * (width + more))
+        # The recomputed part contains the norm.
+        if not self._shape.qk_layernorm or self._recomputes("mla_up_proj"):
+            return (latent,)
+        norm = self._norm(name, tokens, width)
+        norm = (latent, *norm[1:]) if self._shape.uses_transformer_engine else norm
+        return (*norm, self._input(f"normed_{name}", tokens * width))
+
+    def _query_key_value(self) -> tuple[SavedTensor, SavedTensor, SavedTensor]:
+        shape, latent = self._shape, self._shape.latent_attention
+        groups, key_width, value_width = shape.attention_sizes
+        stored = shape.tokens * groups * value_width
+        if shape.attention_backend in ("unfused", "local"):
+            if groups == shape.heads and not latent and shape.attention_backend == "local":
+                # Values are a view of the projection's output, all of which is kept.
+                stored = shape.tokens * (shape.heads + 2 * groups) * shape.head_dim
+            groups = shape.heads  # Keys and values are repeated for each query head.
+            stored = max(stored, shape.tokens * groups * value_width)
+        return (
+            self._tensor("query", shape.tokens * shape.heads * key_width),
+            self._tensor("key", shape.tokens * groups * key_width),
+            self._tensor("value", stored),
+        )
+
+    def _scores(self) -> Tensors:
+        """Return the ``[b, heads, s, s]`` tensors of softmax and the product with the values."""
+        shape = self._shape
+        numel = shape.micro_batch_size * shape.heads * shape.sequence**2
+        tensors = [self._tensor("probabilities", numel)]
+        is_16_bit, has_softmax = shape.precision != "fp32", False
+        if shape.attention_backend == "local":
+            has_softmax = is_16_bit and shape.attention_softmax_in_fp32
+        elif not is_16_bit or shape.sequence > _MASKED_SOFTMAX_MAX_SEQUENCE:  # There is no kernel.
+            tensors.append(SavedTensor("mask", shape.sequence**2, shape.sequence**2))
+            has_softmax = is_16_bit
+        if has_softmax:
+            tensors.append(self._float32("softmax", numel))
+        if shape.attention_dropout > 0:
+            tensors.append(self._dropout_mask("attention_dropout_mask", numel))
+            if not has_softmax:
+                # Saved in addition to the softmax output, unless "softmax" is that output and
+                # "probabilities" already holds these.
+                tensors.append(self._tensor("dropped_probabilities", numel))
+        return tuple(tensors)
+
+    def _rotary_tables(self, width: int) -> Tensors:
+        """Return the cosine and sine tables for queries and keys."""
+        names = ("query_cosines", "query_sines", "key_cosines", "key_sines")
+        return tuple(self._tensor(name, self._shape.sequence * width) for name in names)
+
+    def _expert_activation(self, rows: int, width: int) -> Tensors:
+        """Return the tensors of the activation function and the routing-probability product."""
+        shape = self._shape
+        probabilities = self._tensor("routing_probabilities", rows)
+        if shape.mlp_sequence_tiles:  # What goes in is 'expert_input'.
+            return (probabilities,)
+        tensors = self._activation("expert", rows, width)
+        if self._recomputes("moe_act"):
+            return tensors[0], probabilities
+        if not shape.bias_activation_fusion:
+            tensors = (*tensors, self._tensor("expert_unweighted", rows * width))
+        return (*tensors, probabilities)
+
+    def _activation(self, prefix: str, rows: int, width: int) -> Tensors:
+        shape = self._shape
+        projected = self._tensor(f"{prefix}_projected", rows * width * self._gate_factor)
+        if shape.bias_activation_fusion or not shape.gated_linear_unit:
+            return (projected,)
+        halves = (f"{prefix}_gate", f"{prefix}_linear")
+        return (projected, *(self._tensor(name, rows * width) for name in halves))
+
+    def _between(self, prefix: str, rows: int, width: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the bytes that go into an activation function and come out of it."""
+        activated = rows * width * self._shape.element_bytes
+        return (
+            {f"{prefix}_projected": activated * self._gate_factor},
+            {f"{prefix}_activated": activated},
+        )
+
+    def _hidden_bytes(self, name: str) -> dict[str, int]:
+        return {name: self.hidden * self._shape.element_bytes}
+
+    def _dropout_mask(self, name: str, numel: int) -> SavedTensor:
+        # Masks are boolean on a GPU; without one, they have the dtype of activations.
+        if self._shape.uses_transformer_engine:
+            return SavedTensor(name, numel, numel)
+        return self._tensor(name, numel)
+
+    def _tensor(self, name: str, numel: int) -> SavedTensor:
+        return SavedTensor(name, numel, numel * self._shape.element_bytes)
+
+    def _input(self, name: str, numel: int) -> SavedTensor:
+        """Return a linear layer's input, see [Note: Inputs of linear layers in fp8]."""
+        return SavedTensor(name, numel, int(numel * self._shape.linear_input_bytes))
+
+    def _float32(self, name: str, numel: int) -> SavedTensor:
+        return SavedTensor(name, numel, 4 * numel)
+
+
+def _bytes_of(*tensors: SavedTensor) -> dict[str, int]:
+    return {tensor.name: tensor.nbytes for tensor in tensors}
