@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Optional
 
@@ -252,7 +252,7 @@ class Lifecycle:
 
     def finish(self, now: Iteration, pp_rank: int) -> None:
         """End an iteration with marks: find or make its plan, and choose the next one."""
-        self._drop_plans_beyond_limit(now)
+        self._follow_host_limit(now)
         if now.native is not None:
             now.native.skip_left_out()
         entry = now.entry
@@ -295,13 +295,27 @@ class Lifecycle:
             self._report.is_left_out = self.last is not None and self.last.phase is Phase.TRIAL
         return self._report.is_left_out
 
-    def _drop_plans_beyond_limit(self, now: Iteration) -> None:
-        """Drop plans that exceed the pool's limit after a failed allocation has lowered it."""
+    def _follow_host_limit(self, now: Iteration) -> None:
+        """Note a new limit of the pool, and drop all plans unless they stay as they are under it.
+
+        A failed allocation lowers the limit, another engine in the process takes or returns a part.
+        """
         options = self.planner.options
-        limit_bytes = self._store.host_pool.limit_bytes
-        if limit_bytes != options.host_memory_limit_bytes:
-            self.change_options(replace(options, host_memory_limit_bytes=limit_bytes))
+        pool = self._store.host_pool
+        if pool.limit_bytes == options.host_memory_limit_bytes:
+            return
+        options = replace(options, host_memory_limit_bytes=pool.limit_bytes)
+        if not pool.was_refused and all(self._is_the_same_under(pool.limit_bytes)):
+            self.planner.options = options
+        else:
+            self.change_options(options)
             self.executor.leave_plan(now, now.num_steps)
+
+    def _is_the_same_under(self, limit_bytes: Optional[int]) -> Iterator[bool]:
+        """Of each plan, whether it needs no more, and nothing stays for want of host memory."""
+        for plan in self.plans.plans():
+            fits = limit_bytes is None or plan.peak_host_bytes <= limit_bytes
+            yield fits and not plan.num_kept_for_host_memory
 
     def _plan_recorded(self, now: Iteration, pp_rank: int) -> PlanEntry:
         trace = self._recorder.finish(pp_rank, now.groups)

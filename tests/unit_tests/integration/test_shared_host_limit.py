@@ -68,6 +68,34 @@ def test_a_model_attached_later_gets_what_the_first_left() -> None:
     assert held_bytes(one) == [before], "pinned memory stays pinned"
 
 
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_a_plan_that_fits_in_a_smaller_share_stays(native: str) -> None:
+    first, one = attached(config(native, offload_host_memory_limit_bytes=8 * LIMIT_BYTES))
+    for _ in range(3):
+        step(first)
+    pool, lifecycle = one.engine.store.host_pool, one.engine.lifecycle
+    entry, before = lifecycle.last, pool.limit_bytes
+    second, _two = attached(config(native, offload_host_memory_limit_bytes=8 * LIMIT_BYTES))
+    step(first, second)
+    assert pool.limit_bytes < before
+    assert lifecycle.last is lifecycle.next is entry
+    assert lifecycle.planner.options.host_memory_limit_bytes == pool.limit_bytes
+
+
+def test_a_plan_for_which_host_memory_was_short_is_made_again_with_more() -> None:
+    second, two = attached(config())
+    first, one = attached(config())
+    for _ in range(3):
+        step(first, second)
+    entry = one.engine.lifecycle.last
+    assert entry.plan.num_kept_for_host_memory
+    two.detach()
+    for _ in range(2):
+        step(first)
+    assert one.engine.lifecycle.last is not entry
+    assert one.engine.lifecycle.last.plan.moved_nbytes > entry.plan.moved_nbytes
+
+
 @pytest.mark.parametrize("end", ["detach", "delete"])
 def test_the_share_of_a_model_that_is_gone_goes_to_the_others(end: str) -> None:
     first, one = attached(config())
