@@ -246,9 +246,14 @@ PREDICTING = {"overrides": {**MOE.overrides, "mtp_num_layers": 2}}
 def test_hybrid(options: dict[str, Any]) -> None:
     case = ModelCase(**{**vars(MOE), "kind": "hybrid", **options})
     skip_without_model(case)
+    modules = MOE_MODULES
     if case.overrides.get("fp8"):
         skip_without_recipe(case.overrides)
-    result = _check(case, MOE_MODULES, (2, 2, 1, 2))
+        _check(case, modules, (2, 2, 1, 2))
+        # If expert_fc1 moves, megatron-core saves its bfloat16 input instead of the FP8 one, which
+        # is half as large: without the engine the model saves less than the plan starts from.
+        modules = tuple(name for name in modules if name != "expert_fc1")
+    result = _check(case, modules, (2, 2, 1, 2))
     assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
 
 
