@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from megatron.slipstream.estimate.schedules import (
     Pass as Pass,  # Tests have them from here.
     Schedule,
-    interleaved as interleaved,
-    one_f_one_b,
+    rank_schedule,
 )
 from megatron.slipstream.plan.trace import (
     BACKWARD,
@@ -25,6 +24,9 @@ from megatron.slipstream.plan.trace import (
     StorageTrace,
     Trace,
 )
+
+one_f_one_b = interleaved = rank_schedule
+"""The schedules without and with a number of chunks, ``(pp_size, pp_rank, count, chunks)``."""
 
 DEFAULT_NBYTES = 1000
 """Default size of a storage; not a power of two, so that sums are distinguishable."""

@@ -49,6 +49,8 @@ class GpuFacts(NamedTuple):
     """What it computes in fp8, by ``fp8_recipe``."""
 
 
+_H200 = Bandwidth(55.3, 55.4, 50.7, 52.0)
+
 GPUS: Mapping[str, GpuFacts] = {
     "a100": GpuFacts(312, 2039, 80, 32, fp8_recipes=()),
     "b200": GpuFacts(2250, 8000, 179, 64, fp8_recipes=BLACKWELL_RECIPES),
@@ -58,14 +60,11 @@ GPUS: Mapping[str, GpuFacts] = {
     "h100": GpuFacts(989, 3350, 80, 64, achieved_share=0.7),
     "h20": GpuFacts(148, 4000, 96, 64),
     # benchmarks/results/overhead_h200_202611/moe_by_time.jsonl
-    "h200": GpuFacts(989, 4800, 140, 64, Bandwidth(55.3, 55.4, 50.7, 52.0)),
+    "h200": GpuFacts(989, 4800, 140, 64, _H200),
     "l40s": GpuFacts(362, 864, 45, 32, fp8_recipes=HOPPER_RECIPES[:2]),
 }
 """SXM boards (the L40S is a PCIe card) on PCIe 4 or 5 with 16 lanes, except for the GB200, keyed by
 command-line name."""
-
-_REFERENCE = GPUS["h200"]
-
 
 Products = Literal["16 bits", "attention", "fp8"]
 _RATES: Mapping[Products, float] = {"16 bits": 1.0, "attention": ATTENTION_SHARE, "fp8": FP8_RATE}
@@ -130,23 +129,18 @@ def find_speed(
         name.lower(),
         tflops or facts.tflops * facts.achieved_share,
         facts.hbm_gb_per_s * HBM_SHARE,
-        facts.measured or _scaled(facts.link_gb_per_s / _REFERENCE.link_gb_per_s),
+        facts.measured or _scaled(facts.link_gb_per_s / GPUS["h200"].link_gb_per_s),
         facts.memory_gib,
         facts.measured is not None,
         facts.fp8_recipes,
     )
     if gb_per_s is not None:
-        factor = gb_per_s / _measured().d2h_gb_per_s
-        given = _scaled(factor)._replace(d2h_gb_per_s=gb_per_s, h2d_gb_per_s=gb_per_s)
+        given = _scaled(gb_per_s / _H200.d2h_gb_per_s)
+        given = given._replace(d2h_gb_per_s=gb_per_s, h2d_gb_per_s=gb_per_s)
         return replace(speed, bandwidth=given, is_link_measured=True)
     return speed
 
 
-def _measured() -> Bandwidth:
-    assert _REFERENCE.measured is not None
-    return _REFERENCE.measured
-
-
 def _scaled(factor: float) -> Bandwidth:
-    """Scale all four rates of the reference bandwidth by ``factor``."""
-    return Bandwidth(*(round(rate * factor, 2) for rate in _measured()))
+    """Scale all four rates of the measured bandwidth by ``factor``."""
+    return Bandwidth(*(round(rate * factor, 2) for rate in _H200))

@@ -8,7 +8,7 @@ megatron's names. What is missing has the default of :class:`ModelShape`.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Optional
 
 from megatron.slipstream.estimate.model_parts import (
@@ -21,7 +21,7 @@ from megatron.slipstream.estimate.model_parts import (
     Parallelism,
 )
 from megatron.slipstream.estimate.model_shapes import ModelShape
-from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
+from megatron.slipstream.plan.settings import NOTHING, WHOLE
 
 _SAME_NAMES = (
     *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "num_query_groups"),
@@ -56,28 +56,26 @@ def shape_of_options(options: Any, **more: Any) -> ModelShape:
 
 def shape_fields(options: Any) -> dict[str, Any]:
     """Return the fields of a :class:`ModelShape` that megatron's options give."""
-    fields = {name: getattr(options, name) for name in _SAME_NAMES if hasattr(options, name)}
+    found = {name: getattr(options, name) for name in _SAME_NAMES if hasattr(options, name)}
     if hasattr(options, "untie_embeddings_and_output_weights"):
         is_shared = not options.untie_embeddings_and_output_weights
-        fields["share_embeddings_and_output_weights"] = is_shared
+        found["share_embeddings_and_output_weights"] = is_shared
     if hasattr(options, "bf16"):
-        fields["precision"] = "bf16" if options.bf16 else "fp16" if options.fp16 else "fp32"
+        found["precision"] = "bf16" if options.bf16 else "fp16" if options.fp16 else "fp32"
     if getattr(options, "fp8", None):
-        fields["fp8_recipe"] = options.fp8_recipe
+        found["fp8_recipe"] = options.fp8_recipe
     if getattr(options, "cross_entropy_loss_fusion", None):
-        fields["cross_entropy"] = options.cross_entropy_fusion_impl
+        found["cross_entropy"] = options.cross_entropy_fusion_impl
     if getattr(options, "recompute_method", None) == "uniform":
-        fields["layers_per_checkpoint"] = options.recompute_num_layers
-    if getattr(options, "recompute_granularity", None):
-        fields["recompute_modules"] = _setting(options)
+        found["layers_per_checkpoint"] = options.recompute_num_layers
+    if granularity := getattr(options, "recompute_granularity", None):
+        is_whole = granularity == "full"
+        found["recompute_modules"] = WHOLE if is_whole else frozenset(options.recompute_modules)
     if any(hasattr(options, name) for name in PARALLELISM.values()):
-        fields["parallelism"] = parallelism_of_options(options)
-    return fields | {
-        "window_size": _window(options),
-        "latent_attention": _latent(options),
-        "experts": _experts(options),
-        "layer_kinds": _layer_kinds(options),
-    }
+        found["parallelism"] = parallelism_of_options(options)
+    found["window_size"], found["latent_attention"] = _window(options), _latent(options)
+    found["experts"], found["layer_kinds"] = _experts(options)
+    return found
 
 
 def pattern_fields(options: Any, pattern: str, counts: ChunkCounts) -> dict[str, Any]:
@@ -98,7 +96,7 @@ def pattern_fields(options: Any, pattern: str, counts: ChunkCounts) -> dict[str,
     # The last chunk predicts further tokens. A separator without letters behind it means nothing.
     ends = "".join("/" + letters for letters in further if letters)
     *others, last = counts
-    fields: dict[str, Any] = {
+    found: dict[str, Any] = {
         "num_layers": sum(map(len, segments)) + len(ends),
         "layer_kinds": (*"".join(segments), *ends),
         "layers_per_chunk": (*others, (*last[:-1], last[-1] + len(ends))),
@@ -106,8 +104,8 @@ def pattern_fields(options: Any, pattern: str, counts: ChunkCounts) -> dict[str,
         "gated_delta_net": _gated_delta_net(options) if "G" in pattern else None,
     }
     if "+" in pattern:  # Its latent vectors have no norms.
-        return fields | {"qk_layernorm": False}
-    return fields | {"latent_attention": None}
+        return found | {"qk_layernorm": False}
+    return found | {"latent_attention": None}
 
 
 def _mamba(options: Any) -> Mamba:
@@ -118,17 +116,8 @@ def _mamba(options: Any) -> Mamba:
 
 def _gated_delta_net(options: Any) -> GatedDeltaNet:
     return GatedDeltaNet(
-        options.linear_num_key_heads,
-        options.linear_num_value_heads,
-        options.linear_key_head_dim,
-        options.linear_value_head_dim,
-        options.linear_conv_kernel_dim,
+        *(getattr(options, f"linear_{each.name}") for each in fields(GatedDeltaNet))
     )
-
-
-def _setting(options: Any) -> LayerSetting:
-    is_whole = options.recompute_granularity == "full"
-    return WHOLE if is_whole else frozenset(options.recompute_modules)
 
 
 def _window(options: Any) -> Optional[int]:
@@ -140,19 +129,17 @@ def _window(options: Any) -> Optional[int]:
 def _latent(options: Any) -> Optional[LatentAttention]:
     if not getattr(options, "multi_latent_attention", False):
         return None
-    return LatentAttention(
-        options.q_lora_rank,
-        options.kv_lora_rank,
-        options.qk_head_dim,
-        options.qk_pos_emb_head_dim,
-        options.v_head_dim,
-    )
+    return LatentAttention(*(getattr(options, each.name) for each in fields(LatentAttention)))
 
 
-def _experts(options: Any) -> Optional[Experts]:
+def _experts(options: Any) -> tuple[Optional[Experts], tuple[LayerKind, ...]]:
+    """Return the experts, and what each layer has if only some of them have experts."""
     if not getattr(options, "num_moe_experts", None):
-        return None
-    return Experts(
+        return None, ()
+    frequency = getattr(options, "moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        frequency = [layer % frequency == 0 for layer in range(options.num_layers)]
+    experts = Experts(
         options.num_moe_experts,
         options.moe_router_topk,
         options.moe_ffn_hidden_size,
@@ -160,15 +147,7 @@ def _experts(options: Any) -> Optional[Experts]:
         getattr(options, "moe_router_num_groups", None),
         getattr(options, "moe_router_group_topk", None),
     )
-
-
-def _layer_kinds(options: Any) -> tuple[LayerKind, ...]:
-    if not getattr(options, "num_moe_experts", None):
-        return ()
-    frequency = getattr(options, "moe_layer_freq", 1)
-    if isinstance(frequency, int):
-        frequency = [layer % frequency == 0 for layer in range(options.num_layers)]
-    return tuple("*E" if has_experts else "*-" for has_experts in frequency)
+    return experts, tuple("*E" if has_experts else "*-" for has_experts in frequency)
 
 
 def parallelism_of_options(options: Any) -> Parallelism:

@@ -7,19 +7,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.estimate.model_parts import (
     BYTES_OF,
     QUANTIZED_BYTES,
+    AttentionBackend,
     Experts,
+    GatedDeltaNet,
+    LatentAttention,
     LayerKind,
-    ModelFields,
+    Mamba,
+    Optimizer,
+    Parallelism,
+    Precision,
 )
 from megatron.slipstream.estimate.shape_checks import problems
-from megatron.slipstream.plan.settings import NOTHING, LayerSetting
+from megatron.slipstream.plan.settings import NOTHING, Assignment, LayerSetting
+from megatron.slipstream.plan.tiles import CrossEntropy
 
 
 class Chunk(NamedTuple):
@@ -36,7 +43,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelShape(ModelFields):
+class ModelShape:
     """A GPT or hybrid model and how it is trained.
 
     Raises:
@@ -44,9 +51,85 @@ class ModelShape(ModelFields):
             fix.
     """
 
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int
+    """Width of dense layers. With ``gated_linear_unit`` the first projection is twice as wide."""
+    vocab_size: int
+    seq_length: int
+    """Tokens per sequence, before context parallelism splits it."""
+    micro_batch_size: int = 1
+    num_query_groups: Optional[int] = None
+    """Heads of keys and values; None means ``num_attention_heads``."""
+    kv_channels: Optional[int] = None
+    """Size of a head; None means ``hidden_size / num_attention_heads``."""
+    gated_linear_unit: bool = True
+    """Whether the activation function is gated, as in SwiGLU."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    qk_layernorm: bool = False
+    share_embeddings_and_output_weights: bool = False
+    window_size: Optional[int] = None
+    """Attention window in tokens; None means the whole sequence. It affects only times."""
+    latent_attention: Optional[LatentAttention] = None
+    experts: Optional[Experts] = None
+    mamba: Optional[Mamba] = None
+    gated_delta_net: Optional[GatedDeltaNet] = None
+    layer_kinds: tuple[LayerKind, ...] = ()
+    """Of each layer; empty means attention and, if there are any, experts, else an MLP in all."""
+    precision: Precision = "bf16"
+    fp8_recipe: Optional[str] = None
+    """The recipe of linear layers that compute in fp8; None if they do not."""
+    attention_backend: AttentionBackend = "fused"
+    """``fused``, ``flash`` and ``unfused`` are Transformer Engine's implementations of core
+    attention, in layers built from its modules; ``local`` is a layer built from megatron-core's
+    plain PyTorch modules (``--transformer-impl local``) as they run without a GPU."""
+    cross_entropy: CrossEntropy = "unfused"
+    """The loss: ``cross_entropy_fusion_impl``, or ``unfused`` without cross_entropy_loss_fusion."""
+    bias_activation_fusion: bool = True
+    """Whether the activation function is one kernel (megatron's ``--no-bias-swiglu-fusion`` turns
+    it off)."""
+    apply_rope_fusion: bool = True
+    attention_softmax_in_fp32: bool = False
+    """Applies to ``local`` core attention."""
+    attention_dropout: float = 0.0
+    """Applies to ``unfused`` and ``local`` core attention."""
+    hidden_dropout: float = 0.0
+    recompute_modules: LayerSetting = NOTHING
+    """What backward recomputes of every layer: ``recompute_modules`` of
+    ``recompute_granularity='selective'``, or the whole layer (``'full'``)."""
+    layer_settings: Assignment = ()
+    """The setting of each layer, in the order of the model, if they differ."""
+    layers_per_checkpoint: int = 1
+    """Layers that one checkpoint of whole layers recomputes (``recompute_num_layers`` of
+    ``recompute_method='uniform'``); only the first layer of each saves its input."""
+    mlp_sequence_tiles: bool = False
+    """Whether MLPs and experts are computed by tiles (``'auto'``), each again in backward."""
+    loss_sequence_tiles: bool = False
+    """Whether the output layer and the loss are, too."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    layers_per_chunk: tuple[tuple[int, ...], ...] = ()
+    """Layers of each chunk, ``[pp rank][virtual stage]``; empty divides them evenly."""
+
     def __post_init__(self) -> None:
         for message in problems(self):
             raise ValueError(message)
+
+    @property
+    def query_groups(self) -> int:
+        """``num_query_groups`` with its default."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sequence on a context-parallel rank."""
+        return self.seq_length // self.parallelism.cp
+
+    @property
+    def num_further_tokens(self) -> int:
+        """Predictions of further tokens (``mtp_num_layers``)."""
+        return self.layer_kinds.count("/")
 
     @property
     def head_dim(self) -> int:

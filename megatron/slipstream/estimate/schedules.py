@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Optional
 
@@ -19,63 +20,6 @@ class Pass(NamedTuple):
 Schedule = Sequence[Pass]
 
 
-def one_f_one_b(pp_size: int, pp_rank: int, num_micro_batches: int) -> Schedule:
-    """Return the non-interleaved schedule (PipeDream-Flush): warm-up, steady state, cool-down."""
-    return _alternate(
-        [Pass("F", index) for index in range(num_micro_batches)],
-        [Pass("B", index) for index in range(num_micro_batches)],
-        num_warmup=pp_size - pp_rank - 1,
-    )
-
-
-def interleaved(
-    pp_size: int,
-    pp_rank: int,
-    num_micro_batches: int,
-    vp_size: int,
-    group_size: Optional[int] = None,
-) -> Schedule:
-    """Return Megatron-LM's interleaved schedule (arXiv:2104.04473, section 2.2).
-
-    Each model chunk runs ``group_size`` micro-batches before the next chunk runs.
-
-    Args:
-        pp_size: Number of pipeline ranks.
-        pp_rank: Pipeline rank whose schedule to return.
-        num_micro_batches: Number of micro-batches per iteration.
-        vp_size: Number of model chunks per rank.
-        group_size: megatron's ``microbatch_group_size_per_vp_stage``; None means ``pp_size``.
-
-    Raises:
-        ValueError: The schedule does not support this number of micro-batches.
-    """
-    group = group_size or pp_size
-    if group < pp_size or num_micro_batches < group or 0 < num_micro_batches % group < pp_size:
-        raise ValueError(
-            f"num_microbatches={num_micro_batches} is not supported with "
-            f"microbatch_group_size_per_vp_stage={group} and "
-            f"pipeline_model_parallel_size={pp_size} because it would have dependency bubbles; "
-            f"set a multiple of {max(group, pp_size)}"
-        )
-    forward, backward = [], []
-    for first in range(0, num_micro_batches, group):
-        members = range(first, min(first + group, num_micro_batches))
-        for stage in range(vp_size):
-            forward += [Pass("F", index, stage) for index in members]
-            backward += [Pass("B", index, vp_size - 1 - stage) for index in members]
-    num_warmup = (pp_size - pp_rank - 1) * 2 + (vp_size - 1) * group
-    return _alternate(forward, backward, num_warmup)
-
-
-def _alternate(forward: list[Pass], backward: list[Pass], num_warmup: int) -> Schedule:
-    num_warmup = min(num_warmup, len(forward))
-    num_steady = len(forward) - num_warmup
-    steady = zip(forward[num_warmup:], backward[:num_steady], strict=True)
-    return [*forward[:num_warmup], *(item for pair in steady for item in pair)] + backward[
-        num_steady:
-    ]
-
-
 def rank_schedule(
     pp_size: int,
     pp_rank: int,
@@ -83,14 +27,41 @@ def rank_schedule(
     vp_size: Optional[int] = None,
     group_size: Optional[int] = None,
 ) -> Schedule:
-    """Return the schedule that megatron-core runs; ``vp_size=None`` means no interleaving.
+    """Return the schedule that megatron-core runs: warm-up, steady state, cool-down.
+
+    Without interleaving it is PipeDream-Flush's, with it Megatron-LM's (arXiv:2104.04473, section
+    2.2), in which each model chunk runs ``group_size`` micro-batches before the next chunk runs.
+
+    Args:
+        pp_size: Number of pipeline ranks.
+        pp_rank: Pipeline rank whose schedule to return.
+        num_micro_batches: Number of micro-batches per iteration.
+        vp_size: Number of model chunks per rank; None without interleaving.
+        group_size: megatron's ``microbatch_group_size_per_vp_stage``; None means ``pp_size``.
 
     Raises:
         ValueError: The schedule does not support this number of micro-batches.
     """
-    if vp_size is None:
-        return one_f_one_b(pp_size, pp_rank, num_micro_batches)
-    return interleaved(pp_size, pp_rank, num_micro_batches, vp_size, group_size)
+    group, num_stages, num_warmup = num_micro_batches, 1, pp_size - pp_rank - 1
+    if vp_size is not None:
+        group, num_stages = group_size or pp_size, vp_size
+        num_warmup = 2 * num_warmup + (vp_size - 1) * group
+        if group < pp_size or num_micro_batches < group or 0 < num_micro_batches % group < pp_size:
+            raise ValueError(
+                f"num_microbatches={num_micro_batches} is not supported with "
+                f"microbatch_group_size_per_vp_stage={group} and "
+                f"pipeline_model_parallel_size={pp_size} because it would have dependency bubbles; "
+                f"set a multiple of {max(group, pp_size)}"
+            )
+    forward, backward = [], []
+    for first in range(0, num_micro_batches, group):
+        members = range(first, min(first + group, num_micro_batches))
+        for stage in range(num_stages):
+            forward += [Pass("F", index, stage) for index in members]
+            backward += [Pass("B", index, num_stages - 1 - stage) for index in members]
+    num_warmup = min(num_warmup, len(forward))
+    steady = itertools.chain(*zip(forward[num_warmup:], backward, strict=False))
+    return [*forward[:num_warmup], *steady, *backward[len(forward) - num_warmup :]]
 
 
 def idle_ms(
@@ -144,8 +115,4 @@ def _source(rank: int, item: Pass, pp_size: int, num_stages: int) -> Optional[tu
 
 def most_in_flight(schedule: Schedule) -> int:
     """Return the largest number of passes between their forward and backward at once."""
-    held = most = 0
-    for item in schedule:
-        held += 1 if item.direction == "F" else -1
-        most = max(most, held)
-    return most
+    return max(itertools.accumulate(1 if item.direction == "F" else -1 for item in schedule))

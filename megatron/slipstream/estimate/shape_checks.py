@@ -5,25 +5,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Optional
+from typing import TYPE_CHECKING, Optional, get_args
 
 from megatron.slipstream.estimate.model_parts import (
     ATTENTION_BACKENDS,
     BYTES_OF,
-    CONTEXT_PARALLELISMS,
-    CROSS_ENTROPIES,
     MAX_LAYERS,
     MAX_SIZE,
     PARALLELISM,
     QUANTIZED_BYTES,
     RECOMPUTE_MODULES,
+    ContextParallelism,
     Experts,
-    ModelFields,
 )
 from megatron.slipstream.plan.settings import WHOLE, WHOLE_LAYER
+from megatron.slipstream.plan.tiles import CrossEntropy
+
+if TYPE_CHECKING:
+    from megatron.slipstream.estimate.model_shapes import ModelShape
 
 
-def problems(shape: ModelFields) -> Iterator[str]:
+def problems(shape: ModelShape) -> Iterator[str]:
     """Yield the problems of a shape, each with its cure; later ones assume that none came before.
 
     Args:
@@ -42,7 +44,7 @@ def _conflict(what: str, other: str, why: str, cure: str) -> str:
     return f"{what} is not supported with {other} because {why}; {cure}"
 
 
-def _sizes(shape: ModelFields) -> Iterator[tuple[str, Optional[int]]]:
+def _sizes(shape: ModelShape) -> Iterator[tuple[str, Optional[int]]]:
     """Yield every number by megatron's name; None if it is not set."""
     for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
                  "vocab_size", "seq_length", "micro_batch_size", "num_query_groups", "kv_channels",
@@ -54,12 +56,9 @@ def _sizes(shape: ModelFields) -> Iterator[tuple[str, Optional[int]]]:
             yield name, getattr(shape.parallelism, field)
     if shape.latent_attention is not None:
         yield from vars(shape.latent_attention).items()
-    if (net := shape.gated_delta_net) is not None:
-        for name, value in vars(net).items():
-            yield f"linear_{name}", value
-    if (mamba := shape.mamba) is not None:
-        for name, value in vars(mamba).items():
-            yield f"mamba_{name}", value
+    for prefix, part in (("linear", shape.gated_delta_net), ("mamba", shape.mamba)):
+        if part is not None:
+            yield from ((f"{prefix}_{name}", value) for name, value in vars(part).items())
     if (experts := shape.experts) is not None:
         yield "num_experts", experts.num_experts
         yield "moe_router_topk", experts.topk
@@ -70,7 +69,7 @@ def _sizes(shape: ModelFields) -> Iterator[tuple[str, Optional[int]]]:
         yield "moe_router_group_topk", experts.group_topk
 
 
-def _wrong_sizes(shape: ModelFields) -> Iterator[str]:
+def _wrong_sizes(shape: ModelShape) -> Iterator[str]:
     for name, value in _sizes(shape):
         limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
         if value is not None and value < 1:
@@ -79,13 +78,13 @@ def _wrong_sizes(shape: ModelFields) -> Iterator[str]:
             yield f"{name}={value} is too large to plan; set {limit} or less"
 
 
-def _wrong_choices(shape: ModelFields) -> Iterator[str]:
+def _wrong_choices(shape: ModelShape) -> Iterator[str]:
     for name, value, choices in (
         ("precision", shape.precision, tuple(BYTES_OF)),
         ("attention_backend", shape.attention_backend, ATTENTION_BACKENDS),
         ("fp8_recipe", shape.fp8_recipe or "mxfp8", tuple(QUANTIZED_BYTES)),
-        ("cross_entropy_fusion_impl", shape.cross_entropy, CROSS_ENTROPIES),
-        ("cp_comm_type", shape.parallelism.cp_comm_type, CONTEXT_PARALLELISMS),
+        ("cross_entropy_fusion_impl", shape.cross_entropy, get_args(CrossEntropy)),
+        ("cp_comm_type", shape.parallelism.cp_comm_type, get_args(ContextParallelism)),
     ):
         if value not in choices:
             yield f"{name}={value!r} is not modelled; set one of {', '.join(choices)}"
@@ -99,7 +98,7 @@ def _wrong_choices(shape: ModelFields) -> Iterator[str]:
         yield _conflict(given, "precision='fp32'", why, "set 'unfused' or 'local'")
 
 
-def _wrong_settings(shape: ModelFields) -> Iterator[str]:
+def _wrong_settings(shape: ModelShape) -> Iterator[str]:
     recomputed = shape.recompute_modules.union(*shape.layer_settings)
     for name in sorted(recomputed - {WHOLE_LAYER, *RECOMPUTE_MODULES}):
         yield (
@@ -113,15 +112,13 @@ def _wrong_settings(shape: ModelFields) -> Iterator[str]:
         )
     if any(setting > WHOLE for setting in (shape.recompute_modules, *shape.layer_settings)):
         yield f"{WHOLE_LAYER!r} is recomputed beside other modules; leave them out"
+    several = f"recompute_num_layers={shape.layers_per_checkpoint}"
     if shape.layers_per_checkpoint > 1 and shape.layer_settings:
-        what = f"recompute_num_layers={shape.layers_per_checkpoint}"
-        yield _conflict(
-            what, "layer_settings", "one checkpoint holds layers of one setting", "set 1"
-        )
+        why = "one checkpoint holds layers of one setting"
+        yield _conflict(several, "layer_settings", why, "set 1")
     if shape.layers_per_checkpoint > 1 and shape.num_further_tokens:
-        what = f"recompute_num_layers={shape.layers_per_checkpoint}"
         why = "megatron-core checkpoints each prediction alone"
-        yield _conflict(what, f"mtp_num_layers={shape.num_further_tokens}", why, "set 1")
+        yield _conflict(several, f"mtp_num_layers={shape.num_further_tokens}", why, "set 1")
     if len(shape.layer_settings) not in (0, shape.num_layers):
         yield (
             f"layer_settings has {len(shape.layer_settings)} entries, but "
@@ -129,7 +126,7 @@ def _wrong_settings(shape: ModelFields) -> Iterator[str]:
         )
 
 
-def _indivisible(shape: ModelFields) -> Iterator[str]:
+def _indivisible(shape: ModelShape) -> Iterator[str]:
     par = shape.parallelism
     for name, value, by, divisor in _shares(shape):
         if value % divisor:
@@ -155,7 +152,7 @@ def _cure(name: str, value: int, by: str, divisor: int) -> str:
 _MAX_TRIED = 100_000
 
 
-def _shares(shape: ModelFields) -> Iterator[tuple[str, int, str, int]]:
+def _shares(shape: ModelShape) -> Iterator[tuple[str, int, str, int]]:
     """Yield sizes with what has to divide them."""
     par, experts = shape.parallelism, shape.experts
     heads, tensor = shape.num_attention_heads, "tensor_model_parallel_size"
@@ -171,15 +168,10 @@ def _shares(shape: ModelFields) -> Iterator[tuple[str, int, str, int]]:
         name = f"{tensor} (sequence_parallel)"
         yield "seq_length / context_parallel_size", shape.sequence, name, par.tp
     if (mamba := shape.mamba) is not None:
-        groups = mamba.num_groups
-        yield (
-            "mamba_num_heads",
-            mamba.num_heads,
-            f"{tensor} * context_parallel_size",
-            par.tp * par.cp,
-        )
+        count, groups = mamba.num_heads, mamba.num_groups
+        yield "mamba_num_heads", count, f"{tensor} * context_parallel_size", par.tp * par.cp
         yield "mamba_num_groups", groups, tensor, par.tp
-        yield "mamba_num_heads", mamba.num_heads, "mamba_num_groups", groups
+        yield "mamba_num_heads", count, "mamba_num_groups", groups
     if (net := shape.gated_delta_net) is not None:
         keys, values = net.num_key_heads, net.num_value_heads
         yield "linear_num_key_heads", keys, f"{tensor} * context_parallel_size", par.tp * par.cp
@@ -211,7 +203,7 @@ def _wrong_routing(experts: Experts) -> Iterator[str]:
         yield _conflict(f"moe_router_topk={topk}", chosen, why, cure)
 
 
-def _wrong_layers(shape: ModelFields) -> Iterator[str]:
+def _wrong_layers(shape: ModelShape) -> Iterator[str]:
     par = shape.parallelism
     if shape.layer_kinds and len(shape.layer_kinds) != shape.num_layers:
         # A hybrid_layer_pattern gives num_layers, too.
@@ -224,19 +216,12 @@ def _wrong_layers(shape: ModelFields) -> Iterator[str]:
     if shape.experts is None and any("E" in kind for kind in shape.layer_kinds):
         yield f"{given} names layers with experts, but num_experts is not set; set it"
     if shape.experts is not None and par.tp > 1 and not par.sequence_parallel:
-        yield _conflict(
-            f"tensor_model_parallel_size={par.tp}",
-            "experts without sequence_parallel",
-            "megatron-core requires it",
-            "set sequence_parallel",
-        )
+        given, other = f"tensor_model_parallel_size={par.tp}", "experts without sequence_parallel"
+        yield _conflict(given, other, "megatron-core requires it", "set sequence_parallel")
     if par.vpp is not None and par.pp == 1:
-        yield _conflict(
-            f"virtual_pipeline_model_parallel_size={par.vpp}",
-            "pipeline_model_parallel_size=1",
-            "only the chunks of several stages can be interleaved",
-            "leave it out",
-        )
+        given = f"virtual_pipeline_model_parallel_size={par.vpp}"
+        why = "only the chunks of several stages can be interleaved"
+        yield _conflict(given, "pipeline_model_parallel_size=1", why, "leave it out")
     num_stages = par.vpp or 1
     if not shape.layers_per_chunk:
         if shape.num_layers % (par.pp * num_stages):

@@ -11,7 +11,6 @@ from megatron.slipstream.estimate.schedules import (
     Pass,
     idle_ms,
     most_in_flight,
-    one_f_one_b,
     rank_schedule,
 )
 
@@ -24,7 +23,7 @@ def test_each_rank_keeps_as_many_in_flight_as_ranks_follow_it(
     pp: int, count: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, pp - 1))
-    assert most_in_flight(one_f_one_b(pp, rank, count)) == min(pp - rank, count)
+    assert most_in_flight(rank_schedule(pp, rank, count)) == min(pp - rank, count)
 
 
 @some
@@ -43,7 +42,7 @@ def test_interleaving_keeps_more_in_flight(pp: int, rounds: int, vp: int, more: 
 def test_the_bubble_is_a_pass_each_way_for_every_other_rank(
     pp: int, count: int, forward: int, backward: int
 ) -> None:
-    schedules = [one_f_one_b(pp, rank, count) for rank in range(pp)]
+    schedules = [rank_schedule(pp, rank, count) for rank in range(pp)]
     waits = idle_ms(schedules, lambda _, item: forward if item.direction == "F" else backward)
     assert sum(waits[0]) == pytest.approx((pp - 1) * (forward + backward))
     assert sum(waits[-1]) == pytest.approx((pp - 1) * forward)
@@ -58,7 +57,7 @@ def test_interleaving_makes_the_bubble_smaller() -> None:
 
 
 def test_a_slow_rank_keeps_the_others_waiting() -> None:
-    schedules = [one_f_one_b(2, rank, 4) for rank in range(2)]
+    schedules = [rank_schedule(2, rank, 4) for rank in range(2)]
     waits = idle_ms(schedules, lambda rank, _: 3.0 if rank else 1.0)
     assert sum(waits[0]) > sum(waits[1]) == 1.0
 
