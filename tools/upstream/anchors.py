@@ -13,6 +13,7 @@ import ast
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Union
 
@@ -22,6 +23,11 @@ Place = Union[Function, ast.ClassDef]
 
 class MovedError(RuntimeError):
     """A place of Megatron-LM is not where, or not as, an edit expects it."""
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
 class Source:
@@ -41,7 +47,7 @@ class Source:
 
     def write(self) -> None:
         """Write the edited text."""
-        ast.parse(self.text)
+        _parsed(self.text)
         self._file.write_text(self.text)
 
     def has(self, name: str) -> bool:
@@ -58,7 +64,7 @@ class Source:
         Raises:
             MovedError: There is none.
         """
-        body: list[ast.stmt] = ast.parse(self.text).body
+        body: list[ast.stmt] = _parsed(self.text).body
         found: Place | None = None
         for part in name.split("."):
             named = [s for s in _definitions(body) if s.name == part]
@@ -112,7 +118,7 @@ class Source:
         line = f"from {module} import {names}\n"
         if line in self.text:
             return
-        body = ast.parse(self.text).body
+        body = _parsed(self.text).body
         imports = [s for s in body if isinstance(s, (ast.Import, ast.ImportFrom))]
         for node in imports:
             # isort gives a name with another one a line of its own.

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Union
 
-from megatron.slipstream.patches import releases, table
+from megatron.slipstream.patches import releases
 from megatron.slipstream.patches.patching import Patch
 from tools.upstream.anchors import (
     Change,
@@ -92,14 +92,17 @@ def _import_of(patch: Patch) -> tuple[str, str]:
     return module, key_of(patch)
 
 
-def _decorated(root: Path, patch: Patch) -> Edit:
-    path, name = _split(root, patch.target)
-    return Edit(path, name, decorate(key_of(patch)), patch.reason, (_import_of(patch),))
+def _calling(change: Callable[[str], Change]) -> Maker:
+    """Return the maker of edits that call the function which makes a row's replacement."""
+
+    def make(root: Path, patch: Patch) -> Edit:
+        path, name = _split(root, patch.target)
+        return Edit(path, name, change(key_of(patch)), patch.reason, (_import_of(patch),))
+
+    return make
 
 
-def _overridden(root: Path, patch: Patch) -> Edit:
-    path, name = _split(root, patch.target)
-    return Edit(path, name, override(key_of(patch)), patch.reason, (_import_of(patch),))
+_decorated, _overridden = _calling(decorate), _calling(override)
 
 
 def _in_file(path: str, name: str, change: Change, *imports: tuple[str, str]) -> Maker:
@@ -256,7 +259,3 @@ def edits_for(root: Path, patches: tuple[Patch, ...]) -> list[Edit]:
         if not isinstance(make, str):
             found.append(make(root, patch))
     return found
-
-
-HOST_SYNCS = (*table.COPIES, *table.DISPATCH)
-"""Rows about the host's waits."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tools.upstream.anchors import Edit, decorated, in_class
@@ -11,7 +12,6 @@ from tools.upstream.modules import place_of
 
 _CALLS = str(place_of("patches.graph_calls"))
 _PACKED_CALLS = str(place_of("patches.layer_capture"))
-_STALE = "replays would read the sequence offsets of the capture"
 _MODULE = "megatron/core/transformer/module.py"
 _LAYER = "megatron/core/transformer/transformer_layer.py"
 _MAMBA = "megatron/core/ssm/mamba_layer.py"
@@ -48,40 +48,44 @@ def layer_graph_edits(root: Path) -> list[Edit]:
         (_LAYER, "TransformerLayer._te_cuda_graph_replay", "notes_replay", uncounted),
         (_MAMBA, "MambaLayer._te_cuda_graph_replay", "notes_replay", uncounted),
     )
-    return [
-        Edit(
-            *(_MODULE, _CLASS, in_class(_ATTRIBUTE)),
-            "the layers that follow would lack what they call",
-        ),
-        *(decorated(*place, decorator, _CALLS, why) for *place, decorator, why in methods),
-    ]
+    return [_attribute(_ATTRIBUTE), *_decorated(methods, _CALLS)]
 
 
 def packed_graph_edits(root: Path) -> list[Edit]:
     """Return the edits that make graphs of layers take packed sequences."""
     del root
-    methods = (
-        (_MODULE, f"{_CLASS}._should_call_te_cudagraph", "needs_free_graphs"),
-        (_LAYER, "TransformerLayer.forward", "learns_arguments"),
-        (_LAYER, "TransformerLayer._forward_mlp", "keeps_padding_mask"),
-        (_LAYER, "MoETransformerLayer._forward_mlp", "keeps_padding_mask"),
-        (_LAYER, "TransformerLayer._te_cuda_graph_capture", "captures_packed"),
-        (_LAYER, "TransformerLayer._te_cuda_graph_replay", "replays_packed"),
-        (_LAYER, "TransformerLayer._get_te_cuda_graph_replay_args", "passes_static_inputs"),
+    no_offsets, no_mask = (
+        "graphs would have no sequence offsets",
+        "experts in a graph would get no padding mask",
     )
-    why = {
-        "needs_free_graphs": "a micro-batch would use the graphs of one in flight",
-        "learns_arguments": "what layers are called with would be unknown",
-        "keeps_padding_mask": "experts in a graph would get no padding mask",
-        "captures_packed": "graphs would have no sequence offsets",
-    }
-    return [
-        Edit(
-            *(_MODULE, _CLASS, in_class(_PACKED)),
-            "the layers that follow would lack what they call",
+    methods = (
+        (
+            *(_MODULE, f"{_CLASS}._should_call_te_cudagraph", "needs_free_graphs"),
+            "a micro-batch would use the graphs of one in flight",
         ),
-        *(
-            decorated(*place, decorator, _PACKED_CALLS, why.get(decorator, _STALE), is_inner=True)
-            for *place, decorator in methods
+        (
+            *(_LAYER, "TransformerLayer.forward", "learns_arguments"),
+            "what layers are called with would be unknown",
         ),
-    ]
+        (_LAYER, "TransformerLayer._forward_mlp", "keeps_padding_mask", no_mask),
+        (_LAYER, "MoETransformerLayer._forward_mlp", "keeps_padding_mask", no_mask),
+        (_LAYER, "TransformerLayer._te_cuda_graph_capture", "captures_packed", no_offsets),
+        (_LAYER, "TransformerLayer._te_cuda_graph_replay", "replays_packed", no_offsets),
+        (
+            *(_LAYER, "TransformerLayer._get_te_cuda_graph_replay_args", "passes_static_inputs"),
+            no_offsets,
+        ),
+    )
+    return [_attribute(_PACKED), *_decorated(methods, _PACKED_CALLS, is_inner=True)]
+
+
+def _attribute(code: str) -> Edit:
+    why = "the layers that follow would lack what they call"
+    return Edit(_MODULE, _CLASS, in_class(code), why)
+
+
+def _decorated(
+    methods: Iterable[tuple[str, str, str, str]], module: str, is_inner: bool = False
+) -> Iterator[Edit]:
+    for path, name, decorator, why in methods:
+        yield decorated(path, name, decorator, module, why, is_inner)

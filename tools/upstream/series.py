@@ -144,6 +144,9 @@ def _copy_native(root: Path, commit: Commit) -> None:
 def changed_lines(before: str, after: str) -> int:
     """Return the number of lines that an edit adds or changes."""
     old, new = before.splitlines(), after.splitlines()
+    for _ in range(2):  # Lines that are equal at the start, then at the end.
+        num_equal = len(os.path.commonprefix([old, new]))
+        old, new = old[num_equal:][::-1], new[num_equal:][::-1]
     codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return sum(max(i2 - i1, j2 - j1) for code, i1, i2, j1, j2 in codes if code != "equal")
 

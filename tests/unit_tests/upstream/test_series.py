@@ -129,7 +129,11 @@ def test_losses_gradients_and_plans_are_those_of_the_plugin(
     ]
     assert [process.wait(300) for process in started] == [0, 0]
     plugin, tree = map(torch.load, runs)
-    assert list(plugin) == list(tree) == ["dense", "moe", "hybrid", "packed", "chunk graphs"]
+    assert (
+        list(plugin)
+        == list(tree)
+        == ["dense", "moe", "hybrid", "packed", "chunk graphs", "layer graphs"]
+    )
     for kind, (tensors, plan, moved) in plugin.items():
         assert all(map(torch.equal, tensors, tree[kind][0]))
         assert plan == tree[kind][1]
