@@ -25,7 +25,7 @@ from tiny_gpt import (
 )
 
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.budget import forward_state, rescue
+from megatron.slipstream.integration.budget import rescue
 from megatron.slipstream.integration.budget.memory_budget import PEAK
 from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.options.fields import OffloadConfig
@@ -110,7 +110,7 @@ def train_exhausted(
     """
     initialize(case, rank, world_size, port)
     result = Exhausted()
-    for log in forward_state._logs():
+    for log in rescue._logs():
         log.clear()
     install.uninstall()
     config = OffloadConfig(activation_memory_budget=0.01, offload_backend="cpu")
@@ -151,7 +151,7 @@ def train_exhausted(
             raised = None  # type: ignore[assignment]
         result.num_copies = states.call_count
         result.state = [tensor.clone() for tensor in chunk.buffers()]
-        result.state += [entry for log in forward_state._logs() for entry in _tensors_of(log)]
+        result.state += [entry for log in rescue._logs() for entry in _tensors_of(log)]
         result.state.append(torch.get_rng_state())
         for parameter in chunk.parameters():
             parameter.grad = None
@@ -174,5 +174,5 @@ def train_each(
 
 def train_without_restoring(*arguments: Any) -> Exhausted:
     """:func:`train_exhausted` where nothing is restored before the second attempt."""
-    with patch.object(forward_state.ForwardState, "restore"):
+    with patch.object(rescue.ForwardState, "restore"):
         return train_exhausted(*arguments)

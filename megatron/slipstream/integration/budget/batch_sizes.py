@@ -13,6 +13,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron.slipstream.patches.model_calls import tensors_in
 
+_with_scores: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Whether chunks have attention that is not fused."""
+
 
 class MicroBatches:
     """The micro-batches of a model beside those for which settings were chosen."""
@@ -54,12 +57,9 @@ class MicroBatches:
         self._sizes = {stage: size * factor for stage, size in self._sizes.items()}
 
     def share_of(self, stage: int, size: float, is_measured: bool) -> float:
-        """Return the size of the coming one as a share of the largest that is known.
+        """Return the coming one's size as a share of the largest that is known of a virtual stage.
 
-        Args:
-            stage: Its virtual stage.
-            size: Its size.
-            is_measured: Whether settings will be chosen from this iteration.
+        Settings will be chosen from this iteration if it is measured.
         """
         known = self._sizes.setdefault(stage, size)
         self.varies |= size != known
@@ -69,11 +69,7 @@ class MicroBatches:
         return size / known
 
     def is_one_more(self, is_measured: bool) -> bool:
-        """Return whether with the coming one more are in flight than known.
-
-        Args:
-            is_measured: As for :meth:`share_of`.
-        """
+        """Return whether with the coming one more are in flight than known."""
         number = self._num_in_flight + 1
         if is_measured:
             self._most_in_flight = max(self._most_in_flight, number)
@@ -132,17 +128,16 @@ def size_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[float]:
     shape = shape_of(chunk, tensors)
     if shape is None:
         return None
+    # Each pass asks, and a walk over all modules takes as long as several kernel launches.
+    if chunk not in _with_scores:
+        attentions = (isinstance(module, DotProductAttention) for module in chunk.modules())
+        _with_scores[chunk] = any(attentions)
     length, batch = shape
-    return float(batch * length * (length if _has_scores(chunk) else 1))
+    return float(batch * length * (length if _with_scores[chunk] else 1))
 
 
 def shape_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[tuple[int, int]]:
-    """Return the sequence length and the batch of a micro-batch; None if they cannot be told.
-
-    Args:
-        chunk: As for :func:`size_of`.
-        tensors: As for :func:`size_of`.
-    """
+    """Return length and batch of a micro-batch, as :func:`size_of`; None if they are not known."""
     received = getattr(getattr(chunk, "decoder", None), "input_tensor", None)
     ids = [item for item in tensors if item.dim() == 2 and not item.is_floating_point()]
     if ids:
@@ -151,15 +146,3 @@ def shape_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[tuple[int,
     if isinstance(received, torch.Tensor):
         return received.shape[0], received.shape[1]
     return None
-
-
-def _has_scores(chunk: Any) -> bool:
-    # Each pass asks, and a walk over all modules takes as long as several kernel launches.
-    if chunk not in _with_scores:
-        attentions = (isinstance(module, DotProductAttention) for module in chunk.modules())
-        _with_scores[chunk] = any(attentions)
-    return _with_scores[chunk]
-
-
-_with_scores: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
-"""Answers of :func:`_has_scores`."""

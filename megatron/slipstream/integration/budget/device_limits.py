@@ -32,11 +32,7 @@ Budget = Union[float, Literal["auto"]]
 
 
 class DeviceLimits:
-    """The limits of the coming iteration.
-
-    Args:
-        engine: The engine of the model.
-        budget: GiB of activations, or 'auto'.
+    """The limits of the coming iteration. The budget is in GiB of activations, or 'auto'.
 
     Raises:
         ValueError: The budget is 'auto', and the backend's device has no end.
@@ -72,9 +68,7 @@ class DeviceLimits:
     def find(self, chunks: Sequence[torch.nn.Module], frugal_bytes: int) -> Limits:
         """Return what the coming iteration may use, and what is in use before it.
 
-        Args:
-            chunks: The chunks of the model.
-            frugal_bytes: What activations need with the most frugal settings; 0 if unknown.
+        Activations need ``frugal_bytes`` with the most frugal settings; 0 if unknown.
         """
         backend = self._engine.store.backend
         reading = backend.memory()
@@ -132,26 +126,20 @@ def _absent_gradient_bytes(chunks: Sequence[torch.nn.Module]) -> int:
 def optimizer_host_bytes(chunks: Sequence[torch.nn.Module]) -> int:
     """Return the host bytes that an optimizer's first step will allocate on this rank.
 
-    See [Note: An optimizer on the host].
-
-    Args:
-        chunks: The model's chunks. Their script is megatron's, or nothing is known: 0.
+    See [Note: An optimizer on the host]. 0 if the script is not megatron's: nothing is known.
     """
     args: Any = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     if args is None or not getattr(args, "optimizer_cpu_offload", False):
         return 0
-    is_sharded = bool(getattr(args, "use_distributed_optimizer", False))
+    num_shards = num_expert_shards = 1
+    if getattr(args, "use_distributed_optimizer", False):
+        num_shards = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        num_expert_shards = parallel_state.get_expert_data_parallel_world_size()
     count = sum(
-        parameter.numel() / (_num_shards(parameter) if is_sharded else 1)
+        parameter.numel()
+        / (num_shards if getattr(parameter, "allreduce", True) else num_expert_shards)
         for chunk in chunks
         for parameter in chunk.parameters()
         if parameter.requires_grad
     )
     return int(count * BYTES_PER_PARAMETER * float(args.optimizer_offload_fraction))
-
-
-def _num_shards(parameter: Any) -> int:
-    """Return over how many ranks the distributed optimizer divides a parameter's state."""
-    if getattr(parameter, "allreduce", True):
-        return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
-    return int(parallel_state.get_expert_data_parallel_world_size())

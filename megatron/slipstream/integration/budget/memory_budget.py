@@ -47,11 +47,7 @@ NUM_UNFIT = 4
 
 
 class MemoryBudget:
-    """The budget of one model.
-
-    Args:
-        engine: The engine of the model.
-        budget: GiB of activations, or 'auto'.
+    """The budget of one model, in GiB of activations, or 'auto'.
 
     Raises:
         ValueError: The budget is 'auto', and the backend's device has no end.
@@ -125,12 +121,7 @@ class MemoryBudget:
     def enter(
         self, chunk: torch.nn.Module, tensors: Sequence[torch.Tensor], is_first: bool
     ) -> None:
-        """Note that forward enters a chunk of the model in training.
-
-        Args:
-            chunk: The chunk.
-            tensors: Its arguments.
-            is_first: Whether an iteration begins with it.
+        """Note that a chunk is entered in training; an iteration begins with it if ``is_first``.
 
         Raises:
             ValueError: Activations exceed the budget with the most frugal assignment, too.
@@ -365,11 +356,6 @@ class MemoryBudget:
         """Make the layers of a chunk frugal until the iteration ends: device memory ran out.
 
         The settings of later iterations are chosen for a device that ends where it did.
-
-        Args:
-            chunk: The chunk.
-            tensors: Its arguments.
-            tried_bytes: Bytes of the allocation that failed.
         """
         self._messages.repeated(shape_of(chunk, tensors) or (0, 0), tried_bytes)
         relaxation = self.relaxation
@@ -385,14 +371,7 @@ class MemoryBudget:
         tried_bytes: int,
         because: str,
     ) -> torch.OutOfMemoryError:
-        """Return the error for a forward that ran out of memory and is not repeated.
-
-        Args:
-            chunk: The chunk.
-            tensors: Its arguments.
-            tried_bytes: Bytes of the allocation that failed.
-            because: Why it is not repeated.
-        """
+        """Return the error for a forward that ran out of memory; ``because``: not repeated."""
         peak_bytes = 0 if self._is_blind else self._engine.store.backend.peak_bytes(PEAK)
         used_bytes = max(0, peak_bytes - self._limits.now.resident_bytes)
         shape = shape_of(chunk, tensors) or (0, 0)

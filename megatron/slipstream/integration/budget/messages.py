@@ -20,12 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Messages:
-    """Warnings, each given once, and errors.
-
-    Args:
-        budget: ``activation_memory_budget``.
-        rank: This rank.
-    """
+    """Warnings, each given once, and errors. Shapes are sequence length and batch."""
 
     def __init__(self, budget: object, rank: int) -> None:
         self._budget = budget
@@ -105,12 +100,7 @@ class Messages:
         )
 
     def nothing_fits(self, lack: Lack, shape: tuple[int, int]) -> ValueError:
-        """Return the error for a model that exceeds the budget with the most frugal settings.
-
-        Args:
-            lack: By how much, and on which rank.
-            shape: Sequence length and batch of a micro-batch.
-        """
+        """Return the error for a model that exceeds the budget with the most frugal settings."""
         needed_gib = math.ceil(lack.needed_bytes / 2**30 * 100) / 100
         cures = [f"set activation_memory_budget to {needed_gib:.2f} or more"]
         if self._budget == "auto":
@@ -133,12 +123,7 @@ class Messages:
     ) -> torch.OutOfMemoryError:
         """Return the error for a forward that ran out of memory and is not repeated.
 
-        Args:
-            used_bytes: What activations used.
-            tried_bytes: Bytes of the allocation that failed.
-            shape: Sequence length and batch of the micro-batch.
-            because: Why it is not repeated.
-            is_frugal: Whether its layers had their most frugal settings.
+        Activations used ``used_bytes``, and ``tried_bytes`` were asked for.
         """
         cures = _smaller_sizes(used_bytes / max(1, used_bytes + tried_bytes), shape)
         less_gib = math.floor((used_bytes - tried_bytes) / 2**30 * 100) / 100

@@ -4,23 +4,28 @@
 
 [Note: Where a pass is repeated]
 Only where the rank runs it alone: other ranks of a pipeline, or of tensor, context and expert
-parallelism, wait inside its collectives. All that it changed is restored (:mod:`forward_state`);
-where that cannot be, the pass is not repeated.
+parallelism, wait inside its collectives. What it changed outside of autograd is restored: the
+states of random generators, counters of routers, losses and counts that are kept for logs, and
+Transformer Engine's notes of the first micro-batch. Any other buffer, or an argument, that it has
+changed in place is found by its version counter, and the pass is not repeated.
 """
 
 from __future__ import annotations
 
 import gc
 import re
+import sys
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Optional, Protocol
 
 import torch
+from megatron.core.tensor_parallel import random as mcore_random
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from torch.utils._pytree import tree_leaves
 
-from megatron.slipstream.integration.budget.forward_state import ForwardState
 from megatron.slipstream.integration.budget.stage_ranks import waits_for_others
 from megatron.slipstream.patches.marks import forget_recomputation
 from megatron.slipstream.patches.model_calls import tensors_in
@@ -39,21 +44,18 @@ _STATEFUL = {
 
 
 class Budget(Protocol):
-    """What decides on the settings of a chunk whose forward runs out of memory."""
+    """What decides on settings when a forward runs out of memory: ``MemoryBudget``."""
 
     def rescue(
         self, chunk: torch.nn.Module, tensors: Sequence[torch.Tensor], tried_bytes: int
-    ) -> None:
-        """Make the layers of a chunk frugal before its forward is repeated."""
-
+    ) -> None: ...
     def out_of_memory(
         self,
         chunk: torch.nn.Module,
         tensors: Sequence[torch.Tensor],
         tried_bytes: int,
         because: str,
-    ) -> torch.OutOfMemoryError:
-        """Return the error for a forward that is not repeated."""
+    ) -> torch.OutOfMemoryError: ...
 
 
 def call(
@@ -63,19 +65,14 @@ def call(
     inputs: Any,
     attempt: Callable[[], Any],
 ) -> Any:
-    """Run a forward pass, and once more if device memory runs out.
-
-    Args:
-        engine: The engine of the model.
-        budget: Its budget.
-        chunk: The chunk that runs.
-        inputs: Its arguments.
-        attempt: Runs the pass.
+    """Run ``attempt``, a forward pass of a chunk, and once more if device memory runs out.
 
     Raises:
         torch.OutOfMemoryError: The pass cannot be repeated, or ran out of memory again.
     """
-    reason = _refusal(chunk)
+    if chunk not in _refusals:
+        _refusals[chunk] = why_not(chunk)
+    reason = _refusals[chunk]
     state = ForwardState(chunk, inputs) if reason is None else None
     try:
         return attempt()
@@ -109,13 +106,7 @@ def call(
 
 
 _refusals: weakref.WeakKeyDictionary[torch.nn.Module, Optional[str]] = weakref.WeakKeyDictionary()
-
-
-def _refusal(chunk: torch.nn.Module) -> Optional[str]:
-    """Return :func:`why_not` of a chunk, found once: it looks at every module."""
-    if chunk not in _refusals:
-        _refusals[chunk] = why_not(chunk)
-    return _refusals[chunk]
+"""Answers of :func:`why_not`, which looks at every module."""
 
 
 def why_not(chunk: Any) -> Optional[str]:
@@ -128,11 +119,8 @@ def why_not(chunk: Any) -> Optional[str]:
 
 def _tried_bytes(error: BaseException) -> int:
     """Return the bytes of the allocation that failed, as torch's message says; 0 if it does not."""
-    found = re.search(r"Tried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)", str(error))
-    if found is None:
-        return 0
-    units = ("bytes", "KiB", "MiB", "GiB")
-    return int(float(found[1]) * 1024 ** units.index(found[2]))
+    found = re.search(r"Tried to allocate ([0-9.]+) (b|K|M|G)", str(error))
+    return 0 if found is None else int(float(found[1]) * 1024 ** "bKMG".index(found[2]))
 
 
 def _forget_recomputations(chunk: torch.nn.Module) -> None:
@@ -155,3 +143,154 @@ def _forget_frames(failure: BaseException) -> None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
     gc.collect()
+
+
+# What a forward pass changes.
+
+
+_COUNTERS = (
+    *("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps"),
+    *("qb_beta_accum", "qb_beta_count"),
+)
+"""Buffers to which the forward of megatron-core's routers adds."""
+_FIRST = "is_first_microbatch"
+_LOGS = (
+    ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper"),
+    ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper"),
+)
+"""Classes whose ``tracker`` collects losses for logs."""
+
+
+@dataclass
+class _Watched:
+    """Modules below a chunk that have state; the chunk itself only by a weak reference."""
+
+    buffers: list[tuple[str, torch.nn.Module]] = field(default_factory=list)
+    firsts: list[torch.nn.Module] = field(default_factory=list)
+
+
+_watched: weakref.WeakKeyDictionary[torch.nn.Module, _Watched] = weakref.WeakKeyDictionary()
+
+
+class ForwardState:
+    """What a pass through a chunk may change, as it is before the pass."""
+
+    def __init__(self, chunk: torch.nn.Module, inputs: Any) -> None:
+        watched = _modules_of(chunk)
+        self._inputs = [(tensor, _version(tensor)) for tensor in _tensors(inputs)]
+        self._firsts = [(module, vars(module)[_FIRST]) for module in watched.firsts]
+        self._counters: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
+        self._buffers: list[tuple[str, torch.nn.Module, str, torch.Tensor, Optional[int]]] = []
+        for path, module in watched.buffers:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name in _COUNTERS:
+                    self._counters.append((module, name, buffer))
+                elif buffer is not None:
+                    self._buffers.append((path, module, name, buffer, _version(buffer)))
+        counters = [buffer for *_, buffer in self._counters]
+        self._counts = [torch.empty_like(buffer) for buffer in counters]
+        if counters:
+            with torch.no_grad():
+                torch._foreach_copy_(self._counts, counters)
+        self._logs = [(log, _copy(log)) for log in _logs()]
+        self._is_checkpointing = mcore_random.IS_CHECKPOINTING
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        states = mcore_random.get_cuda_rng_tracker().get_states()
+        self._states = [(name, state, _read(state)) for name, state in states.items()]
+
+    def what_else_changed(self) -> Optional[str]:
+        """Say which argument or buffer the pass has changed that :meth:`restore` does not know."""
+        for tensor, version in self._inputs:
+            if version is None or _version(tensor) != version:
+                return f"it may have changed an argument of shape {list(tensor.shape)} in place"
+        for path, module, name, buffer, version in self._buffers:
+            is_same = module._buffers.get(name) is buffer
+            if version is None or not is_same or _version(buffer) != version:
+                return f"it may have changed buffer {path}.{name}"
+        return None
+
+    def restore(self) -> None:
+        """Undo what the pass has changed."""
+        for module, value in self._firsts:
+            setattr(module, _FIRST, value)
+        for (module, name, buffer), count in zip(self._counters, self._counts, strict=True):
+            with torch.no_grad():
+                buffer.copy_(count)
+            module._buffers[name] = buffer
+        known = [log for log, _ in self._logs]
+        for log in _logs():
+            if not any(log is one for one in known):
+                log.clear()
+        for log, before in self._logs:
+            log.clear()
+            log.update(before)
+        mcore_random.IS_CHECKPOINTING = self._is_checkpointing
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        for _, state, value in self._states:
+            if isinstance(state, torch.Generator):
+                state.set_state(value)
+        if self._states:
+            states = {
+                name: state if isinstance(state, torch.Generator) else value
+                for name, state, value in self._states
+            }
+            mcore_random.get_cuda_rng_tracker().set_states(states)
+
+
+def _modules_of(chunk: torch.nn.Module) -> _Watched:
+    watched = _watched.get(chunk)
+    if watched is None:
+        watched = _watched[chunk] = _Watched()
+        for path, module in chunk.named_modules():
+            if module is chunk:
+                continue
+            if module._buffers:
+                watched.buffers.append((path, module))
+            if _FIRST in vars(module):
+                watched.firsts.append(module)
+    return watched
+
+
+def _logs() -> Iterator[dict[str, Any]]:
+    """Yield the dictionaries in which forward collects what is logged."""
+    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    if logging is not None:
+        yield logging.get_moe_metrics_tracker()._metrics
+    for module, name in _LOGS:
+        helper = getattr(sys.modules.get(module), name, None)
+        if helper is not None:
+            yield helper.tracker
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of a log with the tensors in it."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: _copy(entry) for name, entry in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        fields = {name: _copy(entry) for name, entry in vars(value).items()}
+        return replace(value, **fields)
+    return value
+
+
+def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments, also those in data classes (packed sequences)."""
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from (value for value in vars(leaf).values() if isinstance(value, torch.Tensor))
+
+
+def _version(tensor: torch.Tensor) -> Optional[int]:
+    """Return the number of changes in place; None if it is not counted."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _read(state: Any) -> Any:
+    """Return the value of a generator's state, which forward replaces unless it is a generator."""
+    return state.get_state() if isinstance(state, torch.Generator) else state

@@ -82,13 +82,8 @@ class StageRanks:
         """Return the size of a micro-batch for which all ranks that share its collectives choose.
 
         A collective, for each pass, where sizes vary: what ranks have seen before does not tell
-        whether another has a larger one now.
-
-        Args:
-            size: That on this rank; None if it cannot be told.
-
-        Returns:
-            The largest; None if it cannot be told, or is the same in all passes.
+        whether another has a larger one now. None if the largest cannot be told, or is the same in
+        all passes.
         """
         if not self._shares_passes:
             return size
@@ -114,9 +109,6 @@ class StageRanks:
         """Return the largest lack of a rank; None if all fit, or if ranks are not asked.
 
         A collective of all ranks of the model.
-
-        Args:
-            lack: That of this rank.
         """
         for group in _groups() if self.is_asked else ():
             rows = [[0.0] * len(Lack._fields) for _ in range(group.size())]
@@ -157,11 +149,7 @@ def _waits_across_data(chunk: Any) -> Iterator[str]:
 
 
 def check_model(chunk: torch.nn.Module, budget: object) -> None:
-    """Check a model that is about to run, whose flags are not known.
-
-    Args:
-        chunk: A chunk of it.
-        budget: ``activation_memory_budget``.
+    """Check a chunk of a model that is about to run, whose flags are not known.
 
     Raises:
         ValueError: Its parameters are divided by megatron's FSDP or torch's, or its ranks run

@@ -49,34 +49,19 @@ _PrepareChunk = Callable[[torch.nn.Module], list[Callable[[], None]]]
 
 
 class Budget(Protocol):
-    """What keeps the iterations of a model within a limit on memory."""
+    """What keeps the iterations of a model within a limit on memory: ``MemoryBudget``."""
 
     @property
-    def is_settled(self) -> bool:
-        """Whether it changes nothing any more."""
-
-    def call(self, chunk: torch.nn.Module, inputs: Any, attempt: Callable[[], Any]) -> Any:
-        """Return ``attempt()``, a forward pass of ``chunk`` in training with these arguments."""
-
+    def is_settled(self) -> bool: ...
+    def call(self, chunk: torch.nn.Module, inputs: Any, attempt: Callable[[], Any]) -> Any: ...
     def enter(
         self, chunk: torch.nn.Module, tensors: Sequence[torch.Tensor], is_first: bool
-    ) -> None:
-        """Note that the pass begins, which an iteration does with it if ``is_first``."""
-
-    def leave(self, chunk: torch.nn.Module) -> None:
-        """Note that the pass returns."""
-
-    def before_end(self) -> None:
-        """Note that all passes of the iteration have been issued, and its plan is not made yet."""
-
-    def after_end(self) -> None:
-        """Note that the iteration's plan is made."""
-
-    def fill(self, report: RankReport) -> None:
-        """Add what it did to the report."""
-
-    def close(self) -> None:
-        """Undo what it has changed in the model."""
+    ) -> None: ...
+    def leave(self, chunk: torch.nn.Module) -> None: ...
+    def before_end(self) -> None: ...
+    def after_end(self) -> None: ...
+    def fill(self, report: RankReport) -> None: ...
+    def close(self) -> None: ...
 
 
 class RoutedManager(PipelineOffloadManager):
@@ -90,7 +75,7 @@ class RoutedManager(PipelineOffloadManager):
         """The settings from which it was created."""
         self.budget: Optional[Budget] = None
         """Keeps to ``activation_memory_budget``; None without one."""
-        self.fill_report: Callable[[RankReport, Sequence[torch.nn.Module]], None] = _add_nothing
+        self.fill_report: Callable[[RankReport, Sequence[torch.nn.Module]], None] = lambda *_: None
         """Adds what is known of the model's chunks to its report."""
 
     @property
@@ -156,17 +141,13 @@ class RoutedManager(PipelineOffloadManager):
     def make_graph_engine(self, limit_bytes: Optional[int], num_verified: int) -> OffloadEngine:
         """Create an engine with the same settings for passes in graphs of whole chunks.
 
-        It works in Python: a replay runs neither Python nor C++.
-
-        Args:
-            limit_bytes: Its host memory; None for no limit.
-            num_verified: Number of passes to verify.
+        It works in Python: a replay runs neither Python nor C++. ``num_verified`` passes of it are
+        verified, and it has ``limit_bytes`` of host memory (None: no limit).
         """
         options = replace(self.options, host_memory_limit_bytes=limit_bytes)
-        arguments = (self.store.backend, options, self.report.rank, num_verified)
-        engine = OffloadEngine(*arguments)
-        engine.store.host_pool.process_limit = self.store.host_pool.process_limit
-        engine.store.host_pool.part_of = self.store.host_pool
+        engine = OffloadEngine(self.store.backend, options, self.report.rank, num_verified)
+        pool = engine.store.host_pool
+        pool.part_of, pool.process_limit = self.store.host_pool, self.store.host_pool.process_limit
         engine.moves_checkpoint_inputs = self.engine.moves_checkpoint_inputs
         engine.regions.flag = self.engine.regions.flag
         return engine
@@ -436,10 +417,6 @@ def installed() -> Optional[RoutedManager]:
     """Return the engine of the model trained last, or None."""
     current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
     return current if isinstance(current, RoutedManager) else None
-
-
-def _add_nothing(_: RankReport, __: Sequence[torch.nn.Module]) -> None:
-    """Leave a report as it is."""
 
 
 def _output_begins(_: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
