@@ -15,7 +15,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,17 +42,13 @@ class _InertStream:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def wait_stream(self, _: Any) -> None:
+    def wait_stream(self, _: Any = None) -> None:
         pass
 
-    def wait_event(self, _: Any) -> None:
-        pass
+    wait_event = synchronize = wait_stream
 
     def record_event(self, event: Any = None) -> Any:
         return event if event is not None else _InertEvent()
-
-    def synchronize(self) -> None:
-        pass
 
     def query(self) -> bool:
         return True
@@ -66,11 +62,6 @@ class _InertEvent(torch.cpu.Event):
 
     def elapsed_time(self, _: Any) -> float:
         return 0.0
-
-
-@contextlib.contextmanager
-def _inert_stream_context(stream: Any = None) -> Iterator[Any]:
-    yield stream
 
 
 def _returns(value: Any) -> Callable[[Any], Any]:
@@ -101,8 +92,7 @@ def _any_device_to_cpu(original: Any) -> Any:
     return wrapper
 
 
-def _return_self(original: Any) -> Any:
-    return lambda self, *_, **__: self
+_return_self = _becomes(lambda self, *_, **__: self)
 
 
 def _called_from(module: str) -> bool:
@@ -155,6 +145,10 @@ def _never_fp8(original: Any) -> Any:
     return init
 
 
+_get_default_state = _becomes(lambda *_, **__: torch.default_generator.get_state())
+_set_default_state = _becomes(lambda state, *_, **__: torch.default_generator.set_state(state))
+
+
 def _of_cpu_modules(name: str) -> Callable[[Any], Any]:
     """Return a patch from ``cpu_modules``, whose import of megatron-core needs the shims first."""
 
@@ -170,22 +164,6 @@ def _plain_norm(_: Any) -> Any:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     return WrappedTorchNorm
-
-
-def _allow_no_cuda(original: Any) -> Any:
-    return functools.partial(original, allow_no_cuda=True)
-
-
-def _default_generator_seed(original: Any) -> Any:
-    return lambda seed: torch.default_generator.manual_seed(seed)
-
-
-def _default_generator_get(original: Any) -> Any:
-    return lambda *_, **__: torch.default_generator.get_state()
-
-
-def _default_generator_set(original: Any) -> Any:
-    return lambda state, *_, **__: torch.default_generator.set_state(state)
 
 
 _NO_CURRENT_DEVICE = "utils, rotary embedding, router and schedules ask which device to allocate on"
@@ -209,17 +187,17 @@ CORE_SHIMS: tuple[Patch, ...] = (
     Patch("torch.cuda.Stream", _becomes(_InertStream), _NO_STREAMS),
     Patch("torch.cuda.Event", _becomes(_InertEvent), _NO_STREAMS),
     # torch.cuda.StreamContext stays: torch.compile makes isinstance() checks against it.
-    Patch("torch.cuda.stream", _becomes(_inert_stream_context), _NO_STREAMS),
+    Patch("torch.cuda.stream", _becomes(contextlib.nullcontext), _NO_STREAMS),
     Patch("torch.cuda.current_stream", _returns(_InertStream()), _NO_STREAMS),
     Patch("torch.cuda.synchronize", _returns(None), _NO_STREAMS),
     Patch("torch.cuda.empty_cache", _returns(None), "there is no caching allocator to empty"),
-    Patch("torch.cuda.get_rng_state", _default_generator_get, _ONE_GENERATOR),
-    Patch("torch.cuda.random.get_rng_state", _default_generator_get, _ONE_GENERATOR),
-    Patch("torch.cuda.set_rng_state", _default_generator_set, _ONE_GENERATOR),
-    Patch("torch.cuda.manual_seed", _default_generator_seed, _ONE_GENERATOR),
+    Patch("torch.cuda.get_rng_state", _get_default_state, _ONE_GENERATOR),
+    Patch("torch.cuda.random.get_rng_state", _get_default_state, _ONE_GENERATOR),
+    Patch("torch.cuda.set_rng_state", _set_default_state, _ONE_GENERATOR),
+    Patch("torch.cuda.manual_seed", _becomes(torch.default_generator.manual_seed), _ONE_GENERATOR),
     Patch(
         "megatron.core.tensor_parallel.random._set_cuda_rng_state",
-        _default_generator_set,
+        _set_default_state,
         "it queues the state until CUDA initialises, which never happens",
     ),
     *(Patch(f"torch.{name}", _any_device_to_cpu, _LITERAL) for name in _FACTORIES),
@@ -262,7 +240,7 @@ CORE_SHIMS: tuple[Patch, ...] = (
 TRAINING_SHIMS: tuple[Patch, ...] = (
     Patch(
         "megatron.training.training.initialize_megatron",
-        _allow_no_cuda,
+        lambda original: functools.partial(original, allow_no_cuda=True),
         "initialisation asserts a GPU unless told otherwise, and pretrain does not pass it on",
     ),
     Patch(

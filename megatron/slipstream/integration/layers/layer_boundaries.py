@@ -27,11 +27,7 @@ PEAK = "layers"
 
 
 class LayerBoundaries:
-    """Records the boundaries of one iteration after the other.
-
-    Args:
-        engine: The engine of the model.
-    """
+    """Records the boundaries of one iteration after the other."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self.shape = (0, 0)
@@ -58,12 +54,7 @@ class LayerBoundaries:
         parallelism adds them to buffers at once."""
 
     def watch(self, modules: Sequence[torch.nn.Module], layers: Sequence[RankLayer]) -> None:
-        """Set hooks on the layers of a model; undo those that were set before.
-
-        Args:
-            modules: The layers of the rank.
-            layers: What is known of each.
-        """
+        """Set hooks on the layers of the rank; undo those that were set before."""
         self.stop()
         self._layers = list(layers)
         enter, leave = weakly(self._enter), weakly(self._leave)
@@ -82,11 +73,7 @@ class LayerBoundaries:
     # An iteration.
 
     def begin(self, has_memory: bool) -> None:
-        """Begin to measure an iteration, before its first forward.
-
-        Args:
-            has_memory: Whether the iteration is recorded, so that memory is read, too.
-        """
+        """Begin to measure an iteration, before its first forward, and memory if asked."""
         self._clear()
         self.is_on, self.has_memory = True, has_memory
         if has_memory:
@@ -181,11 +168,7 @@ class LayerBoundaries:
         return list(self._found)
 
     def movable_bytes(self, trace: Trace) -> list[int]:
-        """Return, for each layer, the bytes of a micro-batch that can move, by the trace.
-
-        Args:
-            trace: The trace of the iteration.
-        """
+        """Return, for each layer, the bytes of a micro-batch that can move, by the trace."""
         least: dict[int, int] = {}
         for layer, keys in self._groups_by_layer(trace):
             nbytes = sum(
@@ -199,8 +182,7 @@ class LayerBoundaries:
     def moved_bytes(self, plan: Plan) -> list[int]:
         """Return, for each layer, the bytes of a micro-batch that move, on average.
 
-        Args:
-            plan: The plan of iterations like the last one that was measured.
+        The plan is one of iterations like the last one that was measured.
         """
         moved: list[list[int]] = [[] for _ in self._layers]
         nbytes_of = {group.key: group.moved_nbytes for group in plan.groups}

@@ -59,18 +59,16 @@ def _is_module(name: str) -> Callable[[Any], bool]:
     return lambda owner: not isinstance(getattr(owner, name, None), (IdentityOp, type(None)))
 
 
-def _has_dense_mlp(layer: Any) -> bool:
-    return not isinstance(layer.mlp, (IdentityOp, MoELayer))
-
-
-def _has_own_shared_experts(mlp: Any) -> bool:
-    return bool(mlp.use_shared_expert) and not mlp.shared_expert_overlap
-
-
 DECISIONS = (
     Decision("moe", "mlp", "moe_layer_recompute"),
-    Decision("mlp", "", "recompute_mlp", _has_dense_mlp),
-    Decision("shared_experts", "mlp", "shared_experts_recompute", _has_own_shared_experts),
+    Decision(
+        *("mlp", "", "recompute_mlp"),
+        lambda layer: not isinstance(layer.mlp, (IdentityOp, MoELayer)),
+    ),
+    Decision(
+        *("shared_experts", "mlp", "shared_experts_recompute"),
+        lambda mlp: bool(mlp.use_shared_expert) and not mlp.shared_expert_overlap,
+    ),
     Decision("moe_act", "mlp.experts", "activation_recompute"),
     Decision("core_attn", "self_attention", "checkpoint_core_attention"),
     Decision("mla_up_proj", "self_attention", "recompute_up_proj"),
@@ -93,7 +91,7 @@ def decisions_of(layer: torch.nn.Module) -> Iterator[tuple[Decision, Any]]:
 
 
 def why_not(part: str, layer: Any, has_chunk_graphs: bool = False) -> str:
-    """Return why settings cannot change whether a part is recomputed; empty if they can.
+    """Return why settings cannot change whether a part of a layer is recomputed; empty: they can.
 
     Args:
         part: A part that the layer has.
@@ -133,7 +131,8 @@ def _why(part: str, layer: Any) -> str:
         return "its tiles are computed again in backward anyway (mlp_sequence_tiles)"
     if part == "moe_act" and getattr(layer.mlp.experts, "_with_fused_impl", False):
         return "the fused experts (use_transformer_engine_op_fuser) are compiled for one choice"
-    if part == "layernorm" and any(isinstance(norm, torch.nn.RMSNorm) for norm in _norms(layer)):
+    norms = (getattr(layer, name, None) for name in ("input_layernorm", "pre_mlp_layernorm"))
+    if part == "layernorm" and any(isinstance(norm, torch.nn.RMSNorm) for norm in norms):
         return (
             "torch's RMSNorm is several operations, whose gradients are then summed in another "
             "order, which rounds differently"
@@ -143,10 +142,6 @@ def _why(part: str, layer: Any) -> str:
     ):
         return "fused attention saves little more than its inputs and its output"
     return ""
-
-
-def _norms(layer: Any) -> list[Any]:
-    return [getattr(layer, name, None) for name in ("input_layernorm", "pre_mlp_layernorm")]
 
 
 def _graphs(config: Any) -> str:

@@ -74,7 +74,7 @@ def layers_of(chunks: Sequence[torch.nn.Module]) -> list[LayerOptions]:
     Raises:
         ValueError: A chunk has no language model with a decoder.
     """
-    kinds = _Kinds()
+    kinds: dict[tuple[Any, ...], str] = {}
     found = []
     for index, chunk in enumerate(chunks):
         model = _language_model(chunk)
@@ -86,7 +86,7 @@ def layers_of(chunks: Sequence[torch.nn.Module]) -> list[LayerOptions]:
             refused = {part: why_not(part, layer, has_chunk_graphs) for part in state.parts}
             refused = {part: reason for part, reason in refused.items() if reason}
             settings = tuple(_settings(state, state.parts - refused.keys()))
-            kind = kinds.name_of(layer)
+            kind = _kind_of(layer, kinds)
             found.append(LayerOptions(layer, kind, state.minimum, settings, refused, index))
     return found
 
@@ -131,13 +131,7 @@ def make_frugal(chunk: torch.nn.Module) -> None:
 
 
 def give(assignment: Assignment, chunks: Sequence[torch.nn.Module], chunk: torch.nn.Module) -> None:
-    """Give the layers of one chunk their settings after :func:`make_frugal`.
-
-    Args:
-        assignment: A setting for each layer of ``chunks``.
-        chunks: All chunks of the model on this rank.
-        chunk: One of them.
-    """
+    """Give the layers of one of the chunks their settings after :func:`make_frugal`."""
     for one, setting in zip(layers_of(chunks), assignment, strict=True):
         if chunks[one.chunk] is chunk:
             _states[one.layer].take(one, setting)
@@ -166,12 +160,7 @@ def assignment_of(chunks: Sequence[torch.nn.Module]) -> Assignment:
 
 
 class _State:
-    """The setting that a layer has, and what it was built with.
-
-    Args:
-        layer: The layer, as it was built.
-        is_checkpointed: Whether its block recomputes it as a whole, as the flags say.
-    """
+    """The setting that a layer has, and what it was built with."""
 
     def __init__(self, layer: torch.nn.Module, is_checkpointed: bool) -> None:
         self._built_with = {
@@ -306,30 +295,24 @@ _notes: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], None]] = weakref
 # What is measured on one layer of a kind holds for all others.
 
 
-class _Kinds:
-    """Names the kinds of the layers of a rank, in the order in which they are given."""
+def _kind_of(layer: Any, names: dict[tuple[Any, ...], str]) -> str:
+    """Return the kind of a layer, such as ``"dense"`` or ``"mla moe"``, and add it to the names.
 
-    def __init__(self) -> None:
-        self._names: dict[tuple[Any, ...], str] = {}
-
-    def name_of(self, layer: Any) -> str:
-        """Return the kind of a layer, such as ``"dense"`` or ``"mla moe"``.
-
-        Layers with the same name have modules of the same classes, parameters of the same shapes
-        and dtypes, and the same options that differ between layers (dropout, window).
-        """
-        core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
-        words = _words(layer)
-        key = (
-            words,
-            *((name, type(module)) for name, module in layer.named_modules() if name),
-            *((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters()),
-            *(str(getattr(layer, "hidden_dropout", None)), str(getattr(core, "window_size", None))),
-        )
-        if key not in self._names:
-            number = 1 + sum(other == words for other, *_ in self._names)
-            self._names[key] = words if number == 1 else f"{words} {number}"
-        return self._names[key]
+    Layers with the same name have modules of the same classes, parameters of the same shapes
+    and dtypes, and the same options that differ between layers (dropout, window).
+    """
+    core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+    words = _words(layer)
+    key = (
+        words,
+        *((name, type(module)) for name, module in layer.named_modules() if name),
+        *((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters()),
+        *(str(getattr(layer, "hidden_dropout", None)), str(getattr(core, "window_size", None))),
+    )
+    if key not in names:
+        number = 1 + sum(other == words for other, *_ in names)
+        names[key] = words if number == 1 else f"{words} {number}"
+    return names[key]
 
 
 def _words(layer: Any) -> str:
@@ -376,7 +359,7 @@ class RecomputedMixin(torch.nn.Module):
         is_trained = self.training and torch.is_grad_enabled()
         if not is_trained or not values[first].requires_grad:
             return run(*arguments, **options)
-        with_gradients = [name for name, value in values.items() if _has_gradient(value)]
+        with_gradients = [n for n, v in values.items() if torch.is_tensor(v) and v.requires_grad]
         names = sorted(with_gradients, key=lambda name: name != first)
         # What the checkpoint saves must have no other reference, or moving it would free nothing.
         inputs = [values.pop(name) for name in names]
@@ -391,7 +374,3 @@ class RecomputedMixin(torch.nn.Module):
 
         is_divided = self.config.distribute_saved_activations
         return tensor_parallel.checkpoint(run_again, is_divided, *inputs)
-
-
-def _has_gradient(value: Any) -> bool:
-    return torch.is_tensor(value) and value.requires_grad

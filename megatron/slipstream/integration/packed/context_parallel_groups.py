@@ -76,26 +76,20 @@ def _check_order(everyone: Group, limits: RankLimits) -> None:
 
 
 def _of_size(size: int, everyone: Group, lists: Sequence[Sequence[int]]) -> Group:
-    """Return this rank's group of a size: megatron's if it has one, else a new one."""
-    existing = _existing(size, everyone)
-    if existing is not None:
-        return existing
-    blocks = [ranks[i : i + size] for ranks in lists for i in range(0, len(ranks), size)]
-    name = f"DYNAMIC_CONTEXT_PARALLEL_GROUP_{size}"
-    mine, _ = torch.distributed.new_subgroups_by_enumeration(blocks, group_desc=name)
-    assert mine is not None
-    return mine
-
-
-def _existing(size: int, everyone: Group) -> Optional[Group]:
-    """Return megatron's group of this size, which exists on all ranks or on none."""
+    """Return this rank's group of a size: megatron's if it has one, as all ranks do, else a new."""
     if size == everyone.size():
         return everyone
     if size == parallel_state.get_context_parallel_world_size():
         return parallel_state.get_context_parallel_group()
     # Set if megatron was initialised with hybrid_context_parallel.
     hybrid: Mapping[int, Group] = parallel_state._HYBRID_DP_CP_GROUPS
-    return hybrid.get(size)
+    if (existing := hybrid.get(size)) is not None:
+        return existing
+    blocks = [ranks[i : i + size] for ranks in lists for i in range(0, len(ranks), size)]
+    name = f"DYNAMIC_CONTEXT_PARALLEL_GROUP_{size}"
+    mine, _ = torch.distributed.new_subgroups_by_enumeration(blocks, group_desc=name)
+    assert mine is not None
+    return mine
 
 
 def _open_connections(group: Group) -> None:
