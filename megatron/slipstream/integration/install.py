@@ -198,10 +198,7 @@ def install_at_first_call(
     """Call :func:`install` when a model with offloading is first called.
 
     For code that also runs in processes without a model, and before a process selects its GPU.
-
-    Args:
-        config: As for :func:`install`.
-        before: Called right before; its exceptions propagate from that call.
+    ``before`` is called right before; its exceptions propagate from that call.
 
     Raises:
         ValueError: ``config`` has the wrong type.

@@ -69,11 +69,7 @@ BUDGET_RULES: tuple[Rule, ...] = (
 
 
 def complete_arguments(args: Any) -> None:
-    """Set the options that a budget implies, where the user gave none.
-
-    Args:
-        args: Megatron's arguments with our fields.
-    """
+    """Set the options that a budget implies in megatron's arguments, where the user gave none."""
     if not has_budget(args):
         return
     args.fine_grained_activation_offloading = True

@@ -98,12 +98,9 @@ ONE_SIZE = Rule(
 
 
 def check_dynamic_context_parallel(options: Any) -> list[Finding]:
-    """Check the arguments of dynamic context parallelism.
+    """Check the arguments of dynamic context parallelism; ``check_packing`` those of packing.
 
-    ``check_packing`` checks those of packed sequences.
-
-    Args:
-        options: Facts or arguments; with ``data_parallel_size`` once megatron has computed it.
+    The options have ``data_parallel_size`` once megatron has computed it.
     """
     facts = Facts.of(options)
     findings = check_rules(DYNAMIC_RULES, facts)

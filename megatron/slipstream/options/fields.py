@@ -170,11 +170,6 @@ def _check_types(config: OffloadConfig) -> None:
 def check_type(name: str, value: object, expected: Any) -> None:
     """Check the type of an argument in the same way as settings.
 
-    Args:
-        name: Name of the argument.
-        value: Its value.
-        expected: Its required type.
-
     Raises:
         ValueError: The value has another type.
     """
@@ -204,11 +199,7 @@ AUTO_OVERHEAD_PERCENT = 1.0
 def number_or_auto[N: (int, float)](
     number: type[N], name: str
 ) -> Callable[[str], Union[N, Literal["auto"]]]:
-    """Return a parser for the command line of a number or 'auto'.
-
-    Args:
-        number: The type of the number.
-        name: The number's name in the error, such as ``"an integer"``.
+    """Return a parser for the command line of a number, with its name in the error, or 'auto'.
 
     Raises:
         argparse.ArgumentTypeError: From the parser; the text is neither.

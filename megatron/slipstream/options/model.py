@@ -68,21 +68,13 @@ def _graph_impl(facts: Any) -> str:
 
 
 def graphed_modules(facts: Any) -> frozenset[str]:
-    """Return the parts of each layer that CUDA graphs capture; empty means the whole layer.
-
-    Args:
-        facts: Has megatron-core's option names.
-    """
+    """Return the parts of each layer that CUDA graphs capture; empty means the whole layer."""
     given = getattr(facts, "cuda_graph_modules", None)
     return frozenset(getattr(module, "name", module) for module in given or ())
 
 
 def moves_in_layer_graphs(facts: Any) -> bool:
-    """Whether activations move inside Transformer Engine's graphs of layers.
-
-    Args:
-        facts: Has megatron-core's option names.
-    """
+    """Whether activations move inside Transformer Engine's graphs of layers."""
     return _graph_impl(facts) == "transformer_engine" and _offloading(facts)
 
 
@@ -136,11 +128,7 @@ def _is_checkpointed(name: str, facts: Any) -> bool:
 
 
 def keeps_checkpoint_inputs(options: Any) -> bool:
-    """Whether any checkpoint of the model keeps inputs that can move.
-
-    Args:
-        options: Facts, parsed arguments or a ``TransformerConfig``.
-    """
+    """Whether any checkpoint of the model keeps inputs that can move."""
     facts = Facts.of(options)
     if facts.mlp_sequence_tiles != 1:
         return True
@@ -303,11 +291,7 @@ def check_module_names(names: Iterable[str]) -> list[Finding]:
 
 
 def check_model_options(options: Any) -> list[Finding]:
-    """Check megatron-core's offloading options as given to the model.
-
-    Args:
-        options: Facts, parsed arguments or a ``TransformerConfig``.
-    """
+    """Check megatron-core's offloading options as given to the model."""
     facts = Facts.of(options)
     unknown = check_module_names(facts.offload_modules or ()) if _offloading(facts) else []
     return unknown + check_rules((*OWN_MODULE_RULES, *MODEL_RULES), facts)
@@ -398,9 +382,7 @@ CHECKPOINTS_IN_GRAPHS = Rule(
 def check_options_in_graphs(options: Any, **more: Any) -> list[Finding]:
     """Return a warning for each option that does nothing inside the CUDA graphs that are chosen.
 
-    Args:
-        options: Facts, or the options of megatron-core and of ``OffloadConfig`` together.
-        more: ``has_gpu``: whether graphs are captured, or imitated.
+    ``has_gpu`` is whether graphs are captured, or imitated.
     """
     facts = Facts.of(options, **more)
     findings = check_rules(GRAPH_RULES, facts)

@@ -44,11 +44,7 @@ OF_MAMBA = frozenset({"mamba_in_proj", "mamba_scan", "mamba_out_proj"})
 
 
 def own_modules(facts: Any) -> list[str]:
-    """Return the names in ``offload_modules`` that megatron-core does not mark.
-
-    Args:
-        facts: Has megatron-core's option names.
-    """
+    """Return the names in ``offload_modules`` that megatron-core does not mark."""
     return [name for name in getattr(facts, "offload_modules", None) or () if name in OWN_MODULES]
 
 
@@ -76,12 +72,7 @@ def _refused(
 ) -> Rule:
     """Return the rule that some modules cannot move under a condition.
 
-    Args:
-        names: The modules.
-        when: Whether the condition holds.
-        where: The condition in words, after 'is not supported'.
-        because: The reason.
-        cure: What else to set than other modules; empty if nothing else helps.
+    ``where`` is the condition in words, and ``cure`` what else to set than other modules.
     """
     listed = sorted(names)
     return option_rule(

@@ -230,11 +230,7 @@ PACKING_RULES: tuple[Rule, ...] = (
 
 
 def check_packing(options: Any) -> list[Finding]:
-    """Check the arguments of packed training.
-
-    Args:
-        options: Facts or arguments.
-    """
+    """Check the arguments of packed training."""
     facts = Facts.of(options)
     findings = check_rules(PACKING_RULES, facts)
     if _packs(facts) and not findings:
@@ -252,12 +248,7 @@ CORPORA = Rule(
 
 
 def check_corpora(args: Any, blends: Iterable[Sequence[str]]) -> list[Finding]:
-    """Check that ``sequence_packing`` supports the number of corpora.
-
-    Args:
-        args: Arguments with ``sequence_packing``.
-        blends: For each set of samples, the path prefixes of the corpora that it mixes.
-    """
+    """Check the number of corpora, path prefixes, that each set of packed samples mixes."""
     largest = max(map(len, blends), default=0)
     is_mixed = args.sequence_packing == "balanced" and largest > 1
     return [CORPORA.found(number=largest)] if is_mixed else []

@@ -95,12 +95,7 @@ TOO_OLD_FOR_PACKS = Rule(
 
 
 def check_process(facts: ProcessFacts, offloading: bool) -> list[Finding]:
-    """Check the process.
-
-    Args:
-        facts: From :func:`collect`.
-        offloading: Whether fine-grained activation offloading is on.
-    """
+    """Check the process, with offloading also the switch of Transformer Engine."""
     findings = check_transformer_engine(facts)
     return findings + check_switch(facts) if offloading else findings
 
@@ -124,9 +119,7 @@ def check_switch(facts: ProcessFacts) -> list[Finding]:
 def check_graphs(facts: ProcessFacts, is_packed: bool = False) -> list[Finding]:
     """Check package versions for Transformer Engine's CUDA graphs.
 
-    Args:
-        facts: From :func:`collect`.
-        is_packed: Whether sequences are packed in them; else, activations move in them.
+    Sequences are packed in them, or activations move in them.
     """
     rule, needed = (TOO_OLD_FOR_PACKS, "2.18") if is_packed else (TOO_OLD_FOR_GRAPHS, "2.14")
     found = facts.transformer_engine

@@ -88,12 +88,7 @@ def value_rule(
 ) -> Rule:
     """Return the rule about one option's value alone.
 
-    Args:
-        option: The option's name.
-        holds: Whether the value is accepted.
-        fault: What is wrong with it, after 'option=value'.
-        cure: What to set.
-        when: Whether the value counts.
+    The message is 'option=value' and the fault.
     """
     message = f"{option}={{{option}!r}} {fault}"
     return option_rule(option, when, lambda facts: holds(getattr(facts, option)), message, cure)
@@ -113,14 +108,7 @@ class Condition(NamedTuple):
     def __call__(
         self, option: str, because: str, cure: str = "leave it out", accepts: Accepted = None
     ) -> Rule:
-        """Return the rule of one option.
-
-        Args:
-            option: Its name.
-            because: Why it is not supported.
-            cure: What to set.
-            accepts: The values that are supported.
-        """
+        """Return the rule of one option."""
         if accepts is None:
             requires: Predicate = lambda facts: not getattr(facts, option)  # noqa: E731
         else:
@@ -154,13 +142,7 @@ def is_one_of(option: str, values: Collection[Any]) -> Predicate:
 
 
 def check_rules(rules: Iterable[Rule], options: Any, **more: Any) -> list[Finding]:
-    """Return a finding for each violated rule.
-
-    Args:
-        rules: The requirements.
-        options: :class:`Facts`, or what they are made of.
-        more: Facts that ``options`` do not have.
-    """
+    """Return a finding for each rule that facts, or what they are made of, violate."""
     facts = Facts.of(options, **more)
     return [
         Finding(rule.severity, facts.fill(rule.message), facts.fill(rule.cure), rule.name)

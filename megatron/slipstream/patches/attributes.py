@@ -13,13 +13,9 @@ _INHERITED = object()
 
 
 def replace_on(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
-    """Replace an attribute of an object; return a function that undoes it.
+    """Replace an attribute of an instance, a class or a module; return a function that undoes it.
 
-    Args:
-        owner: An instance, a class or a module. An inherited attribute is inherited again
-            afterwards.
-        name: Name of the attribute.
-        replacement: Its new value.
+    An inherited attribute is inherited again afterwards.
     """
     before = vars(owner).get(name, _INHERITED)
     setattr(owner, name, replacement)

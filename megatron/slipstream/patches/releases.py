@@ -51,13 +51,7 @@ def installed_version() -> str:
 
 
 def is_within(version: str, since: str = "", until: str = "") -> bool:
-    """Return whether a version is in a range.
-
-    Args:
-        version: With two or more numbers, of which the first two count.
-        since: The first version inside; empty: the oldest.
-        until: The last version inside; empty: the newest, tested or not.
-    """
+    """Return whether a version, by its first two numbers, is in a range, both ends included."""
     number = _two_numbers(version)
     return (not since or number >= _two_numbers(since)) and (
         not until or number <= _two_numbers(until)

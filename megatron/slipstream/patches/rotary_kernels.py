@@ -73,10 +73,7 @@ def whole_blocks(
 ) -> Sequence[Any]:
     """Return configurations without a partly filled block; a single block checks its bounds.
 
-    Args:
-        configs: Triton's configurations, with the block size ``BLOCK_H``.
-        arguments: Positional arguments of the kernel, by name.
-        **named: Its other arguments.
+    The block size is ``BLOCK_H``; arguments of the kernel are by name.
     """
     num_heads = {**arguments, **named}["head_num"]
     sizes = [config.kwargs["BLOCK_H"] for config in configs]

@@ -58,21 +58,16 @@ class Lane:
 
 @dataclass(frozen=True)
 class Iteration:
-    """An iteration of a plan.
-
-    Args:
-        plan: The plan.
-        simulation: Simulation of the plan, possibly with other times: see :func:`iteration_of`.
-        measured: Measured compute of an iteration that followed the plan, if it was timed.
-        peak_bytes: Measured device memory for each step; empty if not measured.
-    """
+    """An iteration of a plan."""
 
     plan: Plan
     simulation: Simulation
+    """Of the plan, possibly with other times: see :func:`iteration_of`."""
     is_predicted: bool
     """Whether copies have durations; otherwise they have windows."""
     measured: Optional[Lane]
     peak_bytes: tuple[int, ...]
+    """Measured device memory for each step; empty if not measured."""
 
     @property
     def unit(self) -> Literal["ms", "marks"]:
@@ -154,13 +149,9 @@ class Iteration:
 
 
 def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
-    """Return a rank's iteration from its plan and measurements.
+    """Return a rank's iteration from its plan and the measurements that match the plan's steps.
 
     A trace without times is drawn with evenly spaced marks, and copies as windows.
-
-    Args:
-        plan: The rank's plan.
-        rank: The measurements; those that do not match the plan's steps are ignored.
     """
     trace = plan.trace
     num_steps = len(trace.steps)

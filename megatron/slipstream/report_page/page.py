@@ -88,12 +88,7 @@ def render_page(
 
 
 def render_plan_page(plan: Plan, simulation: Simulation) -> str:
-    """Render the page of a plan: the same charts and groups, without measurements.
-
-    Args:
-        plan: The plan.
-        simulation: ``simulate(plan)``.
-    """
+    """Render the page of a plan, simulated: the same charts and groups, without measurements."""
     stalls = simulation.stall_ms_by_module
     modules = {name: ModuleCounters(stall_ms=ms) for name, ms in stalls.items()}
     for group in plan.groups:

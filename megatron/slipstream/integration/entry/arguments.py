@@ -185,9 +185,6 @@ def use_one_device_queue(argv: Sequence[str]) -> None:
     Streams that wait then slow no copies down (docs/design/overhead.md, "One queue"), and megatron
     requires it for tensor and context parallelism up to Hopper. On later GPUs megatron accepts it;
     which GPU it is cannot be asked before CUDA starts.
-
-    Args:
-        argv: The flags. Those of :data:`_SEVERAL_QUEUES` need more than one queue.
     """
     if not _SEVERAL_QUEUES & given_flags(argv):
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -74,9 +74,6 @@ from megatron.slipstream.options.training import (
 def parse_and_validate(argv: Sequence[str]) -> Any:
     """Parse arguments, check them, validate them with megatron, and set them as global.
 
-    Args:
-        argv: Flags without the program's name.
-
     Raises:
         ValueError: The first error, naming option, value and remedy.
     """
@@ -241,8 +238,7 @@ def _options_in(text: str) -> set[str]:
 def as_in_training(**variables: str) -> Iterator[None]:
     """Run megatron's code as in training, without output or lasting environment variables.
 
-    Args:
-        variables: Environment variables that a launcher sets in addition to the usual ones.
+    ``variables`` are those that a launcher sets in addition to the usual ones.
     """
     usual = {"NVTE_CPU_OFFLOAD_V1": "1", "RANK": "0", "WORLD_SIZE": "1"}
     level, sink = logging.root.manager.disable, io.StringIO()

@@ -257,12 +257,8 @@ class SyncFreeGroupedMLP(TEGroupedMLP):
 class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
     """Dropless dispatcher that sorts tokens by expert at a static shape.
 
-    Between expert-parallel ranks, rows are exchanged at a fixed capacity.
-
-    Args:
-        capacity_factor: Rows of a slot relative to an even share; None: the maximum possible.
-        arguments: Positional arguments of megatron-core's dispatcher.
-        options: Its keyword arguments.
+    Between expert-parallel ranks, rows are exchanged at a fixed capacity. A slot has
+    ``capacity_factor`` times the rows of an even share; None: the maximum possible.
     """
 
     tokens_per_expert: Any

@@ -28,8 +28,7 @@ def load(config: Optional[OffloadConfig] = None) -> None:
     """Prepare the engine: it is installed when a model with offloading is first called.
 
     Args:
-        config: Slipstream's own settings; None to read them from the file that the environment
-            variable ``SLIPSTREAM_CONFIG`` names, or to use the defaults if it is not set.
+        config: As for :func:`install`.
 
     Raises:
         ValueError: The settings file cannot be used.

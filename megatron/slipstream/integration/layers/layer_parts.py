@@ -93,10 +93,7 @@ def decisions_of(layer: torch.nn.Module) -> Iterator[tuple[Decision, Any]]:
 def why_not(part: str, layer: Any, has_chunk_graphs: bool = False) -> str:
     """Return why settings cannot change whether a part of a layer is recomputed; empty: they can.
 
-    Args:
-        part: A part that the layer has.
-        layer: The layer.
-        has_chunk_graphs: Whether its model chunk runs, or will run, as one graph.
+    ``has_chunk_graphs`` is whether its model chunk runs, or will run, as one graph.
     """
     config = layer.config
     has_dropout = {

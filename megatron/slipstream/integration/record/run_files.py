@@ -30,12 +30,8 @@ DEFAULT_INTERVAL = 100
 class RunFiles:
     """Writes the files of one rank.
 
-    Args:
-        config: Names report and trace.
-        rank: The rank.
-        engine: The module ``install``; None to write the run record only.
-        record_path: Path of the run record, which a monitor writes.
-        interval: Iterations between two writings; 0 to write only at the end.
+    ``config`` names report and trace, which ``engine`` (the module ``install``, or None) gives.
+    A monitor writes the run record. The interval is in iterations; 0: only at the end.
     """
 
     def __init__(

@@ -30,11 +30,7 @@ _INSTEAD: Mapping[str, str] = {
 
 
 class PipelineOffloadManager:
-    """megatron-core's interface of an engine.
-
-    Args:
-        engine: Does the work. The model's configuration sets its fraction and delta.
-    """
+    """megatron-core's interface of an engine."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self.engine = engine
@@ -159,17 +155,8 @@ class PipelineOffloadManager:
     ) -> None:
         """Begin a pass through a model chunk. Called by the model before its first layer.
 
-        Passes without gradients, and recomputations in backward, are ignored.
-
-        Args:
-            pp_rank: Pipeline-parallel rank.
-            vp_size: Number of model chunks on this rank; None means 1.
-            vp_stage: Index of this model chunk; None means 0.
-            min_offloaded_tensor_size: Minimum size of a moving tensor's memory, in elements.
-            delta_offload_bytes_across_pp_ranks: Additional bytes that each later rank keeps.
-            activation_offload_fraction: Fraction of a pass's groups that move.
-            max_inflight_offloads: See ``PolicyOptions``.
-            **others: What a later megatron-core passes. A warning says so once, unless it is None.
+        Passes without gradients, and recomputations in backward, are ignored. For the values see
+        ``PassPolicy``. A warning says once what a later megatron-core passes in ``others``.
         """
         self._warn_of(others)
         policy = PassPolicy(
@@ -245,16 +232,13 @@ class PipelineOffloadManager:
         given_up: Sequence[torch.Tensor] = (),
         is_delayed: bool = False,
     ) -> torch.Tensor:
-        """End a group on one of its outputs.
+        """End a group on one of its outputs, and return it with a node that marks it in backward.
 
         Args:
             tensor: The output.
             name: Name of the group.
             given_up: Tensors that forward no longer reads, though other references may exist.
             is_delayed: Whether the commit waits for :meth:`flush_delayed_groups` during a replay.
-
-        Returns:
-            ``tensor`` with a graph node that marks where backward needs the group.
         """
         if not (is_delayed and self._in_replay):
             return self.engine.end(tensor, name, given_up)

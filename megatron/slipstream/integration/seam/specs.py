@@ -37,12 +37,10 @@ def replace_classes(spec: Any, classes: Mapping[type, type]) -> Any:
 
 
 def change_model_spec(model_config: Any, change: Callable[[Any], Any]) -> None:
-    """Make a model be built from ``change(spec)``.
+    """Make a model be built from ``change(spec)``, a changed copy of its spec.
 
-    Args:
-        model_config: ``megatron.training``'s configuration of a GPT or hybrid model, with a spec, a
-            function that returns one, or neither. Changed in place.
-        change: Returns a changed copy of a spec.
+    ``megatron.training``'s configuration of a GPT or hybrid model has a spec, a function that
+    returns one, or neither. It is changed in place.
     """
     if hasattr(model_config, "hybrid_stack_spec"):
         if model_config.hybrid_stack_spec is None:
