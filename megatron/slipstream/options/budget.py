@@ -73,20 +73,16 @@ def complete_arguments(args: Any) -> None:
     if not has_budget(args):
         return
     args.fine_grained_activation_offloading = True
-    args.offload_modules = args.offload_modules or modules_that_can_move(args)
-
-
-def modules_that_can_move(args: Any) -> list[str]:
-    """Return the names for ``offload_modules`` that the model of these arguments has."""
+    if args.offload_modules:
+        return
     facts = Facts.of(args)
     absent = {"gdp_qkv"}  # Of layers that no option names.
     if not facts.use_transformer_engine_op_fuser:
         absent.add("fused_group_mlp")
     if not facts.num_experts:
         absent |= MOE_MODULE_NAMES
-    return [name for name in MODULE_NAMES if name not in absent and _can_move(name, facts)]
-
-
-def _can_move(name: str, facts: Facts) -> bool:
-    findings = check_rules((*OWN_MODULE_RULES, *TILE_RULES), facts, offload_modules=[name])
-    return not any(finding.rule == "offload_modules" for finding in findings)
+    args.offload_modules = []
+    for name in (name for name in MODULE_NAMES if name not in absent):
+        findings = check_rules((*OWN_MODULE_RULES, *TILE_RULES), facts, offload_modules=[name])
+        if all(finding.rule != "offload_modules" for finding in findings):
+            args.offload_modules.append(name)

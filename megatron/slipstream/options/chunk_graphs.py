@@ -18,30 +18,22 @@ _unsupported = Condition(_CHUNK, _is_chunk)
 _unsupported_in_fp8 = Condition(_CHUNK, lambda f: _is_chunk(f) and f.fp8)
 
 
-def _drops_and_pads(facts: Any) -> bool:
-    return (
-        facts.moe_expert_capacity_factor is not None and facts.moe_pad_expert_input_to_capacity
-    ) and facts.moe_token_dispatcher_type == "alltoall"
-
-
-def _has_rank_capacity(facts: Any) -> bool:
-    return (
-        facts.moe_token_dispatcher_type == "flex"
-        and facts.moe_flex_dispatcher_backend == "hybridep"
-        and facts.moe_expert_rank_capacity_factor is not None
-    )
+def _has_fixed_numbers_of_tokens(facts: Any) -> bool:
+    if facts.moe_token_dispatcher_type == "alltoall":
+        is_padded = facts.moe_pad_expert_input_to_capacity
+        return facts.moe_expert_capacity_factor is not None and is_padded
+    # Rank capacity has its own rule.
+    is_hybrid = facts.moe_flex_dispatcher_backend == "hybridep"
+    is_limited = facts.moe_expert_rank_capacity_factor is not None
+    return facts.moe_token_dispatcher_type == "flex" and is_hybrid and is_limited
 
 
 def _recomputes_dropout(facts: Any) -> bool:
     if facts.recompute_granularity == "full":
         return bool(facts.hidden_dropout or facts.attention_dropout)
-    # megatron-core's default.
-    modules = facts.recompute_modules or ["core_attn"]
-    return bool(
-        facts.recompute_granularity is not None
-        and "core_attn" in modules
-        and facts.attention_dropout
-    )
+    modules = facts.recompute_modules or ["core_attn"]  # megatron-core's default
+    is_recomputed = facts.recompute_granularity is not None and "core_attn" in modules
+    return bool(is_recomputed and facts.attention_dropout)
 
 
 CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
@@ -57,8 +49,7 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
     option_rule(
         "num_experts",
         lambda f: _is_chunk(f) and f.num_experts is not None,
-        # Rank capacity has its own rule.
-        lambda f: f.moe_sync_free_experts or _drops_and_pads(f) or _has_rank_capacity(f),
+        lambda f: f.moe_sync_free_experts or _has_fixed_numbers_of_tokens(f),
         "moe_token_dispatcher_type={moe_token_dispatcher_type} is not supported with "
         "cuda_graph_granularity=chunk because the host waits for the GPU to count the tokens of "
         "each expert",

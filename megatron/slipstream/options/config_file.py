@@ -57,7 +57,12 @@ def load_config(path: str | Path) -> OffloadConfig:
     values = _read(path)
     for name in values:
         if name not in hints:
-            raise ValueError(f"{path}: {name!r} is not a setting; {_suggestion(name, hints)}")
+            # Users often omit the prefix that all settings share.
+            near = nearest_name(name, hints) or nearest_name(f"offload_{name}", hints, cutoff=0.85)
+            hint = f"{near}Settings: {', '.join(hints)}"
+            if name in MEGATRON_OPTIONS:
+                hint = "it is an option of megatron-core's: give it to the model's configuration"
+            raise ValueError(f"{path}: {name!r} is not a setting; {hint}")
     try:
         return OffloadConfig(**values)
     except ValueError as error:
@@ -101,11 +106,3 @@ def _read(path: str | Path) -> dict[str, Any]:
     if twice:
         raise ValueError(f"{path}: {twice[0]} is set twice; remove one of the two")
     return values
-
-
-def _suggestion(name: object, hints: dict[str, Any]) -> str:
-    if name in MEGATRON_OPTIONS:
-        return "it is an option of megatron-core's: give it to the model's configuration"
-    # Users often omit the prefix that all settings share.
-    hint = nearest_name(name, hints) or nearest_name(f"offload_{name}", hints, cutoff=0.85)
-    return f"{hint}Settings: {', '.join(hints)}"

@@ -35,11 +35,6 @@ def _needs_it(option: str, default: Any) -> Rule:
     )
 
 
-def _exchanges_in_a_ring(facts: Any) -> bool:
-    kinds = facts.cp_comm_type
-    return set([kinds] if isinstance(kinds, str) else kinds or []) <= {"p2p"}
-
-
 DYNAMIC_RULES: tuple[Rule, ...] = (
     _needs_it("min_dynamic_context_parallel_size", 1),
     _needs_it("max_dynamic_context_parallel_size", None),
@@ -57,7 +52,8 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
         hybrid_layer_pattern: multi-token prediction shifts tokens within groups of the static size;
             leave the parts after / out
         """,
-        cp_comm_type=_exchanges_in_a_ring,
+        # One name, or a list.
+        cp_comm_type=lambda f: f.cp_comm_type in (None, "p2p") or {*f.cp_comm_type} <= {"p2p"},
         hybrid_layer_pattern=lambda f: "/" not in (f.hybrid_layer_pattern or ""),
     ),
     _unsupported(

@@ -66,7 +66,12 @@ def check_dataset(prefix: str, vocab_size: Optional[int] = None) -> list[Finding
         return [DATASET_CORRUPT.found(prefix=prefix, what=problem)]
     if vocab_size is None:
         return []
-    largest = _largest_token(index, tokens)
+    import numpy
+
+    with index.open("rb") as stream:
+        item_type = numpy.dtype(_ITEM_TYPES[_HEADER.unpack(stream.read(_HEADER.size))[2]])
+    count = _MAX_BYTES_TO_SCAN // item_type.itemsize
+    largest = int(numpy.fromfile(tokens, dtype=item_type, count=count).max(initial=0))
     if largest < vocab_size:
         return []
     return [
@@ -74,16 +79,6 @@ def check_dataset(prefix: str, vocab_size: Optional[int] = None) -> list[Finding
             prefix=prefix, vocab_size=vocab_size, largest=largest, needed=largest + 1
         )
     ]
-
-
-def _largest_token(index: Path, tokens: Path) -> int:
-    """Return the largest token in the part that is scanned."""
-    import numpy
-
-    with index.open("rb") as stream:
-        item_type = numpy.dtype(_ITEM_TYPES[_HEADER.unpack(stream.read(_HEADER.size))[2]])
-    count = _MAX_BYTES_TO_SCAN // item_type.itemsize
-    return int(numpy.fromfile(tokens, dtype=item_type, count=count).max(initial=0))
 
 
 def _index_problem(index: Path, tokens: Path) -> Optional[str]:

@@ -9,31 +9,30 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(
+        """
+        context_parallel_size expert_model_parallel_size gtp_weight_remat_size loss_sequence_tiles
+        micro_batch_size min_dynamic_context_parallel_size mlp_chunks_for_training
+        mlp_sequence_tiles tensor_model_parallel_size
+        """.split(),
+        1,
+    ),
     "activation_offload_fraction": 1.0,
     "apply_rope_fusion": True,
     "attention_backend": "auto",
-    "context_parallel_size": 1,
     "cuda_graph_granularity": "layer",
     "cuda_graph_impl": "none",
     "cuda_graph_modules": (),
     "cuda_graph_warmup_steps": 3,
     "delta_offload_bytes_across_pp_ranks": 0,
-    "expert_model_parallel_size": 1,
     "fp8_recipe": "delayed",
-    "gtp_weight_remat_size": 1,
     "has_gpu": True,
-    "loss_sequence_tiles": 1,
-    "micro_batch_size": 1,
-    "min_dynamic_context_parallel_size": 1,
     "min_offloaded_tensor_size": 1024 * 1024,
-    "mlp_chunks_for_training": 1,
-    "mlp_sequence_tiles": 1,
     "moe_flex_dispatcher_backend": "deepep",
     "moe_router_load_balancing_type": "aux_loss",
     "moe_token_dispatcher_type": "allgather",
     "offload_engine": "slipstream",
     "output_interval": 100,
-    "tensor_model_parallel_size": 1,
 }
 """Values of options that a release or a source of facts lacks; of all others None."""
 
@@ -45,21 +44,19 @@ NAMES: Set[str] = DEFAULTS.keys() | set(
     dataloader_defer_npy_index_mmap dataloader_fast_cache_load dataloader_inter_document_masking
     dataloader_type decrease_batch_size_if_needed defer_embedding_wgrad_compute
     delay_offload_until_cuda_graph delay_wgrad_compute deterministic_mode
-    distribute_saved_activations
-    dynamic_context_parallel dynamic_context_parallel_verify enable_cuda_graph end_weight_decay
-    eval_before_training eval_interval eval_iters eval_micro_batch_size
-    experimental_attention_variant expert_gtp_weight_remat_size external_cuda_graph
-    fine_grained_activation_offloading fine_grained_offloading_max_inflight_offloads fp16
-    fp32_residual_connection fp4 fp4_param_gather fp8 fp8_dot_product_attention
-    fp8_multi_head_attention fp8_output_proj fp8_param_gather freeze_all_layers full_validation
-    fused_residual_rmsnorm heterogeneous_layers_config_encoded_json
-    heterogeneous_layers_config_path hidden_dropout hidden_size
-    hierarchical_context_parallel_sizes hybrid_context_parallel hybrid_layer_pattern is_hybrid_model
-    is_since_0_19 load
-    log_interval logits_load_dir lr lr_decay_iters lr_decay_samples lr_decay_style
-    lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters
-    lr_wsd_decay_samples max_dynamic_context_parallel_size max_position_embeddings min_lr
-    mock_data moe_apply_probs_on_input moe_expert_capacity_factor
+    distribute_saved_activations dynamic_context_parallel dynamic_context_parallel_verify
+    enable_cuda_graph end_weight_decay eval_before_training eval_interval eval_iters
+    eval_micro_batch_size experimental_attention_variant expert_gtp_weight_remat_size
+    external_cuda_graph fine_grained_activation_offloading
+    fine_grained_offloading_max_inflight_offloads fp16 fp32_residual_connection fp4 fp4_param_gather
+    fp8 fp8_dot_product_attention fp8_multi_head_attention fp8_output_proj fp8_param_gather
+    freeze_all_layers full_validation fused_residual_rmsnorm
+    heterogeneous_layers_config_encoded_json heterogeneous_layers_config_path hidden_dropout
+    hidden_size hierarchical_context_parallel_sizes hybrid_context_parallel hybrid_layer_pattern
+    is_hybrid_model is_since_0_19 load log_interval logits_load_dir lr lr_decay_iters
+    lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_init lr_warmup_iters
+    lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples max_dynamic_context_parallel_size
+    max_position_embeddings min_lr mock_data moe_apply_probs_on_input moe_expert_capacity_factor
     moe_expert_rank_capacity_factor moe_ffn_hidden_size moe_grouped_gemm moe_input_jitter_eps
     moe_latent_size moe_layer_freq moe_pad_expert_input_to_capacity moe_paged_stash
     moe_router_padding_for_quantization moe_shared_expert_intermediate_size
@@ -70,15 +67,15 @@ NAMES: Set[str] = DEFAULTS.keys() | set(
     offload_release_lag offload_report_path offload_target_memory_gib offload_trace_path
     offload_verify optimizer optimizer_cuda_graph overlap_dispatch_backward_with_experts_wgrad
     overlap_moe_expert_parallel_comm override_opt_param_scheduler perform_rl_step
-    pipeline_model_parallel_layout position_embedding_type qk_l2_norm quant_recipe
-    rampup_batch_size recompute_granularity recompute_modules release reset_attention_mask
-    reset_position_ids run_record_path save seq_length sequence_packing sequence_parallel sft
-    skip_train spec start_weight_decay state_gib step_batch_size_schedule
-    thd_max_packed_sequences thd_max_tokens tp_comm_overlap train_iters train_samples
-    transformer_impl use_checkpoint_opt_param_scheduler use_fused_weighted_squared_relu
-    use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_kitchen_attention
-    use_mamba_mem_eff_path use_megatron_fsdp use_mup use_te_activation_func use_torch_fsdp2
-    use_transformer_engine_op_fuser variable_seq_lengths vocab_size weight_decay
+    pipeline_model_parallel_layout position_embedding_type qk_l2_norm quant_recipe rampup_batch_size
+    recompute_granularity recompute_modules release reset_attention_mask reset_position_ids
+    run_record_path save seq_length sequence_packing sequence_parallel sft skip_train spec
+    start_weight_decay state_gib step_batch_size_schedule thd_max_packed_sequences thd_max_tokens
+    tp_comm_overlap train_iters train_samples transformer_impl use_checkpoint_opt_param_scheduler
+    use_fused_weighted_squared_relu use_grouped_gemm_for_dense_mlp
+    use_grouped_gemm_for_shared_expert use_kitchen_attention use_mamba_mem_eff_path
+    use_megatron_fsdp use_mup use_te_activation_func use_torch_fsdp2 use_transformer_engine_op_fuser
+    variable_seq_lengths vocab_size weight_decay
     """.split()
 )
 """All facts that rules read: options, and what is known of the machine and the release."""

@@ -158,11 +158,7 @@ def _type_checks() -> dict[str, Any]:
 
 
 def _check_types(config: OffloadConfig) -> None:
-    """Check the types of values, without conversion.
-
-    Raises:
-        ValueError: A value has another type. The message names the setting.
-    """
+    """Check the types of values, without conversion."""
     for name, check in _type_checks().items():
         _check_value(name, getattr(config, name), check)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from megatron.slipstream.launcher import num_local_ranks
 
@@ -51,25 +51,14 @@ def available_memory_bytes(root: Path = Path("/")) -> Optional[int]:
     return max(0, min(found)) if found else None
 
 
-class _MemoryController(NamedTuple):
-    """Files of one version of control groups: mount point, limit, usage, droppable caches."""
-
-    mount: str
-    limit: str
-    used: str
-    droppable: str
-
-
 _CONTROLLERS = {
-    2: _MemoryController("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "),
-    1: _MemoryController(
-        "sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
+    2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "),
+    1: (
+        *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
         "total_inactive_file ",
     ),
 }
-"""Files of control groups, by version."""
+"""Of each version of control groups: mount point, files of limit and usage, droppable caches."""
 
 
 def _left_in_control_groups(root: Path) -> Iterator[int]:
@@ -81,29 +70,25 @@ def _left_in_control_groups(root: Path) -> Iterator[int]:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        version = 1 if controllers else 2
-        mount = root / _CONTROLLERS[version].mount
+        place, *files = _CONTROLLERS[1 if controllers else 2]
+        mount = root / place
         # Limits of all parent groups apply too. Inside a container the path may exist only on the
         # host; then the mount point is the container's own group.
         group = mount / path.lstrip("/")
         for folder in (group, *group.parents):
-            left_bytes = _left_in(folder, _CONTROLLERS[version])
+            left_bytes = _left_in(folder, *files)
             if left_bytes is not None:
                 yield left_bytes
             if folder == mount:
                 break
 
 
-def _left_in(folder: Path, files: _MemoryController) -> Optional[int]:
-    limit, used = read_lines(folder / files.limit), read_lines(folder / files.used)
+def _left_in(folder: Path, of_limit: str, of_usage: str, droppable: str) -> Optional[int]:
+    limit, used = read_lines(folder / of_limit), read_lines(folder / of_usage)
     if not limit or not used or limit[0] == "max":
         return None
-    droppable = [
-        int(line.split()[1])
-        for line in read_lines(folder / "memory.stat")
-        if line.startswith(files.droppable)
-    ]
-    return int(limit[0]) - int(used[0]) + sum(droppable)
+    lines = (line for line in read_lines(folder / "memory.stat") if line.startswith(droppable))
+    return int(limit[0]) - int(used[0]) + sum(int(line.split()[1]) for line in lines)
 
 
 def read_lines(path: Path) -> list[str]:

@@ -34,28 +34,22 @@ _GRAPHS_WITHOUT_MLPS = frozenset({"attn", "mamba", "moe_router", "moe_preprocess
 
 
 def _has_no_tiles_in_graphs(facts: Any) -> bool:
+    if facts.cuda_graph_impl not in ("transformer_engine", "local"):
+        return True
     captured = graphed_modules(facts)
-    return bool(captured) and captured <= _GRAPHS_WITHOUT_MLPS
-
-
-def _graphs_layers(facts: Any) -> bool:
-    is_chunk = facts.cuda_graph_granularity == "chunk"
-    return facts.cuda_graph_impl in ("transformer_engine", "local") and not is_chunk
+    is_outside = bool(captured) and captured <= _GRAPHS_WITHOUT_MLPS
+    return is_outside or facts.cuda_graph_granularity == "chunk"
 
 
 def _names_none_of(option: str, names: Iterable[str]) -> Predicate:
     return lambda facts: not {*names} & {*(getattr(facts, option) or ())}
 
 
-def _is_number_of_tiles(value: Any) -> bool:
-    return value == "auto" or (type(value) is int and value >= 1)
-
-
 TILE_RULES: tuple[Rule, ...] = (
     *(
         value_rule(
             option,
-            _is_number_of_tiles,
+            lambda number: number == "auto" or (type(number) is int and number >= 1),
             "is no number of tiles",
             f"set {option}=1 or more, or 'auto'",
         )
@@ -115,7 +109,7 @@ TILE_RULES: tuple[Rule, ...] = (
         "cuda_graph_impl",
         "a backward inside the backward has not been captured in graphs of layers and compared",
         "set cuda_graph_modules=attn",
-        lambda f: not _graphs_layers(f) or _has_no_tiles_in_graphs(f),
+        _has_no_tiles_in_graphs,
     ),
 )
 """Requirements on ``TileOptions`` and a model together."""

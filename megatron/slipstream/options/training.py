@@ -22,10 +22,6 @@ def _positive(value: Optional[float]) -> bool:
     return value is None or value > 0
 
 
-def _in_training(rule: Rule) -> Rule:
-    return rule._replace(when=lambda facts: not facts.skip_train and rule.when(facts))
-
-
 def _rules_in(unit: str, counts: Predicate) -> tuple[Rule, ...]:
     """Return the rules of a training whose length is given in iterations or samples."""
 
@@ -100,7 +96,10 @@ _SCHEDULE_RULES: tuple[Rule, ...] = (
     )("override_opt_param_scheduler", "one schedule is followed", "leave one of them out"),
 )
 
-SCHEDULE_RULES = tuple(map(_in_training, _SCHEDULE_RULES))
+SCHEDULE_RULES = tuple(
+    rule._replace(when=lambda facts, when=rule.when: not facts.skip_train and when(facts))
+    for rule in _SCHEDULE_RULES
+)
 """Requirements of megatron's ``OptimizerParamScheduler``, which it asserts after it has built the
 model."""
 
@@ -124,17 +123,6 @@ def _graphs_are_off(option: str, off: Any) -> Rule:
 
 def _is_positive(value: Optional[int]) -> bool:
     return value is not None and value > 0
-
-
-def _trains_experts(facts: Any) -> bool:
-    pattern = facts.hybrid_layer_pattern
-    has_experts = facts.num_experts is not None and (pattern is None or "E" in pattern)
-    return bool(has_experts and not facts.skip_train)
-
-
-def _writes_files(facts: Any) -> bool:
-    of_engine = facts.offload_report_path or facts.offload_trace_path
-    return bool(facts.run_record_path or (offloads_with_our_engine(facts) and of_engine))
 
 
 MACHINE_RULES: tuple[Rule, ...] = (
@@ -209,7 +197,11 @@ MACHINE_RULES: tuple[Rule, ...] = (
     ),
     option_rule(
         "tensor_model_parallel_size",
-        _trains_experts,
+        lambda f: (
+            f.num_experts is not None
+            and not f.skip_train
+            and (f.hybrid_layer_pattern is None or "E" in f.hybrid_layer_pattern)
+        ),
         lambda f: f.tensor_model_parallel_size == 1 or (f.sequence_parallel and f.has_gpu),
         "tensor_model_parallel_size={tensor_model_parallel_size} is not supported with "
         "num_experts={num_experts} and sequence_parallel={sequence_parallel} because "
@@ -258,7 +250,10 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "name one with --run-record-path, --offload-report-path or --offload-trace-path, or leave "
         "it out",
         lambda f: f.output_interval != DEFAULTS["output_interval"],
-        _writes_files,
+        lambda f: (
+            f.run_record_path
+            or (offloads_with_our_engine(f) and (f.offload_report_path or f.offload_trace_path))
+        ),
     ),
 )
 """Requirements on the arguments for training on this machine; they also read ``has_gpu``."""
