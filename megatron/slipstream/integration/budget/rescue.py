@@ -89,7 +89,10 @@ def call(
         if state is None or reason is not None:
             because = f"the forward cannot be repeated: {reason}"
             raise budget.out_of_memory(chunk, tensors, _tried_bytes(failure), because) from failure
-        _forget_recomputations(chunk)
+        for module in chunk.modules():
+            for value in vars(module).values():
+                if isinstance(value, CheckpointWithoutOutput):
+                    forget_recomputation(value)  # Its backward will not come.
         _forget_frames(failure)
         engine.discard_pass()
         state.restore()
@@ -121,14 +124,6 @@ def _tried_bytes(error: BaseException) -> int:
     """Return the bytes of the allocation that failed, as torch's message says; 0 if it does not."""
     found = re.search(r"Tried to allocate ([0-9.]+) (b|K|M|G)", str(error))
     return 0 if found is None else int(float(found[1]) * 1024 ** "bKMG".index(found[2]))
-
-
-def _forget_recomputations(chunk: torch.nn.Module) -> None:
-    """Free what modules keep of the failed pass to recompute it: its backward will not come."""
-    for module in chunk.modules():
-        for value in vars(module).values():
-            if isinstance(value, CheckpointWithoutOutput):
-                forget_recomputation(value)
 
 
 def _forget_frames(failure: BaseException) -> None:

@@ -151,19 +151,8 @@ _set_default_state = _becomes(lambda state, *_, **__: torch.default_generator.se
 
 def _of_cpu_modules(name: str) -> Callable[[Any], Any]:
     """Return a patch from ``cpu_modules``, whose import of megatron-core needs the shims first."""
-
-    def replace(original: Any) -> Any:
-        from megatron.slipstream.integration.cpu import cpu_modules
-
-        return getattr(cpu_modules, name)(original)
-
-    return replace
-
-
-def _plain_norm(_: Any) -> Any:
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    return WrappedTorchNorm
+    module = "megatron.slipstream.integration.cpu.cpu_modules"
+    return lambda original: getattr(import_module(module), name)(original)
 
 
 _NO_CURRENT_DEVICE = "utils, rotary embedding, router and schedules ask which device to allocate on"
@@ -221,7 +210,7 @@ CORE_SHIMS: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.models.hybrid.hybrid_block.TENorm",
-        _plain_norm,
+        lambda _: import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm,
         "the final norm of a HybridModel is Transformer Engine's whatever its layer spec says",
     ),
     Patch(

@@ -92,7 +92,9 @@ class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
             logger.warning("%s; megatron's output is shown", error)
             self._stream.target = self._stdout
         else:
-            self._stack.callback(_close, file)
+            # A failed write has already been logged.
+            self._stack.push(contextlib.suppress(OSError))
+            self._stack.callback(file.close)
             self._stream.target = file
             self._stream.write(_HEADER.format(time=time.strftime("%F %T"), command=self._command))
             if self._rank == 0:
@@ -147,9 +149,3 @@ class _Stream(io.TextIOBase):
 
     def fileno(self) -> int:
         return self.target.fileno()
-
-
-def _close(file: TextIO) -> None:
-    # A failed write has already been logged.
-    with contextlib.suppress(OSError):
-        file.close()

@@ -40,7 +40,14 @@ _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids"
 
 def model_config(args: Any) -> Any:
     """Return the model configuration with its builder: hybrid with a layer pattern, else GPT."""
-    config = _gpt_or_hybrid_config(args)
+    if args.hybrid_layer_pattern is None:
+        config = compat.gpt_config(args)
+    else:
+        from megatron.training.argument_utils import hybrid_config_from_args
+
+        config = hybrid_config_from_args(args)
+        if args.transformer_impl == "local":
+            config.hybrid_stack_spec = local_hybrid_stack_spec(config.transformer)
     if args.dynamic_context_parallel:
         change_model_spec(config, dynamic_context_parallel.with_dynamic_context_parallelism)
     if args.moe_sync_free_experts:
@@ -69,17 +76,6 @@ def model_config(args: Any) -> Any:
     return config
 
 
-def _gpt_or_hybrid_config(args: Any) -> Any:
-    if args.hybrid_layer_pattern is None:
-        return compat.gpt_config(args)
-    from megatron.training.argument_utils import hybrid_config_from_args
-
-    config = hybrid_config_from_args(args)
-    if args.transformer_impl == "local":
-        config.hybrid_stack_spec = local_hybrid_stack_spec(config.transformer)
-    return config
-
-
 # Datasets
 
 
@@ -101,8 +97,9 @@ def datasets(num_samples: tuple[int, Optional[int], int], vp_stage: Optional[int
     if args.sequence_packing is not None:
         return packed_sequences.datasets(num_samples, config)
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
-    reads_data = partial(_reads_data, vp_stage)
-    return BlendedMegatronDatasetBuilder(dataset_class, num_samples, reads_data, config).build()
+    # One rank of each tensor-parallel group loads batches, on both end stages.
+    reads = mpu.get_tensor_model_parallel_rank() == 0 and _at_an_end(vp_stage)
+    return BlendedMegatronDatasetBuilder(dataset_class, num_samples, lambda: reads, config).build()
 
 
 # Megatron then calls the provider on every rank, not only on the first of a tensor-parallel group.
@@ -111,26 +108,20 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 
 def _dataset_config(args: Any) -> GPTDatasetConfig:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    same = (
+        *("split", "num_dataset_builder_threads", "mmap_bin_files"),
+        *("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+    )
     return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=blend_per_split,
-        split=args.split,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
         tokenizer=get_tokenizer(),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        **{name: getattr(args, name) for name in same},
     )
-
-
-def _reads_data(vp_stage: Optional[int]) -> bool:
-    """Whether this rank loads batches: one rank per tensor-parallel group, on both end stages."""
-    return mpu.get_tensor_model_parallel_rank() == 0 and _at_an_end(vp_stage)
 
 
 def _at_an_end(vp_stage: Optional[int]) -> bool:
@@ -149,28 +140,23 @@ def _batch(data_iterator: Optional[Iterator[Any]], vp_stage: Optional[int]) -> d
     if not _at_an_end(vp_stage):
         return dict.fromkeys(_BATCH_KEYS)
     args = get_args()
+    rows = args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size
+    shape = (rows, args.seq_length)
+    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "tokens": (shape, torch.int64),
+        "labels": (shape, torch.int64),
+        "loss_mask": (shape, torch.float32),
+        "position_ids": (shape, torch.int64),
+    }
+    if args.create_attention_mask_in_dataloader:
+        layout["attention_mask"] = ((rows, 1, args.seq_length, args.seq_length), torch.bool)
     batch = {
         **dict.fromkeys(_BATCH_KEYS),
-        **packed_sequences.read_micro_batch(data_iterator, _layout(args)),
+        **packed_sequences.read_micro_batch(data_iterator, layout),
     }
     if args.context_parallel_size > 1:
         batch = compat.slice_for_context_parallel(batch, mpu.get_context_parallel_group())
     return batch
-
-
-def _layout(args: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shapes and types of a micro-batch's tensors from the arguments."""
-    rows = args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size
-    columns = args.seq_length
-    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "tokens": ((rows, columns), torch.int64),
-        "labels": ((rows, columns), torch.int64),
-        "loss_mask": ((rows, columns), torch.float32),
-        "position_ids": ((rows, columns), torch.int64),
-    }
-    if args.create_attention_mask_in_dataloader:
-        layout["attention_mask"] = ((rows, 1, columns, columns), torch.bool)
-    return layout
 
 
 # Forward and loss

@@ -95,25 +95,19 @@ def _parse_and_train(arguments: Sequence[str], output: MegatronOutput) -> int:
         _leave_process_groups()
         return code
     except KeyboardInterrupt:
-        code = _interrupted(args)
+        if rank() == 0:
+            # Set when a checkpoint is loaded, and in each iteration.
+            done = getattr(args, "curr_iteration", None) or getattr(args, "iteration", 0)
+            logger.info("interrupted after iteration %d; %s", done, _last_checkpoint(args.save))
         if _has_nccl_peers():
-            _exit_without_cleanup(code)
-        return code
+            _exit_without_cleanup(INTERRUPTED)
+        return INTERRUPTED
     except Exception:
         if not _has_nccl_peers():
             raise
         traceback.print_exc()
         _exit_without_cleanup(1)
     return 0
-
-
-def _interrupted(args: Any) -> int:
-    """Say after Ctrl-C which checkpoint is the last; return the exit code that shells give."""
-    if rank() == 0:
-        # Set when a checkpoint is loaded, and in each iteration.
-        done = getattr(args, "curr_iteration", None) or getattr(args, "iteration", 0)
-        logger.info("interrupted after iteration %d; %s", done, _last_checkpoint(args.save))
-    return INTERRUPTED
 
 
 def _last_checkpoint(folder: Optional[str]) -> str:

@@ -102,10 +102,6 @@ def why_not(part: str, layer: Any, has_chunk_graphs: bool = False) -> str:
     }
     if has_chunk_graphs and has_dropout.get(part):
         return "a graph cannot draw the same random numbers again"
-    return _why_not_any(config) or _why_not_in_graphs(part, layer, config) or _why(part, layer)
-
-
-def _why_not_any(config: Any) -> str:
     if config.fp8 or getattr(config, "fp4", None):
         return (
             "layers in FP8 or FP4 are built for one choice: it decides what their linear layers "
@@ -115,7 +111,7 @@ def _why_not_any(config: Any) -> str:
         return "cpu_offloading moves the same tensors"
     if _graphs(config) == "full_iteration":
         return "one graph of the whole iteration includes it"
-    return ""
+    return _why_not_in_graphs(part, layer, config) or _why(part, layer)
 
 
 def _why(part: str, layer: Any) -> str:

@@ -114,8 +114,15 @@ def apply(assignment: Assignment, chunks: Sequence[torch.nn.Module]) -> None:
         for one, setting in zip(options, assignment, strict=True)
         if _states[one.layer].setting != setting
     ]
-    if changes:
-        _check_not_captured(chunks, [one.layer for one, _ in changes])
+    of_chunks = (graphs_of(_language_model(chunk).decoder) for chunk in chunks if changes)
+    if any(is_captured(one.layer) for one, _ in changes) or any(
+        graphs and graphs.is_captured for graphs in of_chunks
+    ):
+        raise RuntimeError(
+            "other settings of layers are not supported once CUDA graphs of them are captured "
+            "because the graphs contain the old ones; delete the graphs first, or change the "
+            "settings before the capture (cuda_graph_warmup_steps)"
+        )
     _tell_engine(chunks, tuple(assignment))
     for one, setting in changes:
         _states[one.layer].take(one, setting)
@@ -228,16 +235,6 @@ def _check(assignment: Assignment, options: Sequence[LayerOptions]) -> None:
                 f"{reasons or 'it lacks such parts, or its flags recompute others'}; "
                 f"set one of: {taken}"
             )
-
-
-def _check_not_captured(chunks: Sequence[torch.nn.Module], layers: Sequence[Any]) -> None:
-    of_chunks = (graphs_of(_language_model(chunk).decoder) for chunk in chunks)
-    if any(map(is_captured, layers)) or any(graphs and graphs.is_captured for graphs in of_chunks):
-        raise RuntimeError(
-            "other settings of layers are not supported once CUDA graphs of them are captured "
-            "because the graphs contain the old ones; delete the graphs first, or change the "
-            "settings before the capture (cuda_graph_warmup_steps)"
-        )
 
 
 def _language_model(chunk: torch.nn.Module) -> Any:

@@ -52,7 +52,10 @@ def restores_group(forward: Forward) -> Forward:
     def run(layer: Any, *arguments: Any, **options: Any) -> Any:
         if _group_of(options) is None:
             return forward(layer, *arguments, **options)
-        _need_stream(type(layer))
+        # megatron-core creates the stream for half of the exchange only for a static size above 1;
+        # the class keeps it for all layers.
+        owner: Any = next(base for base in type(layer).__mro__ if "cp_stream" in vars(base))
+        owner.cp_stream = owner.cp_stream or torch.cuda.Stream()
         static = (layer.cp_group, layer.cp_global_ranks, layer.cp_stream, layer.cp_comm_type)
         try:
             return forward(layer, *arguments, **options)
@@ -78,13 +81,3 @@ def _twin(layer: Any, group: torch.distributed.ProcessGroup) -> Any:
     twin.config = copy.copy(layer.config)
     twin.config.context_parallel_size = group.size()
     return twin
-
-
-def _need_stream(kind: type) -> None:
-    """Create the stream for half of the exchange, as megatron-core does for static size > 1.
-
-    The class keeps it for all layers.
-    """
-    owner: Any = next(base for base in kind.__mro__ if "cp_stream" in vars(base))
-    if owner.cp_stream is None:
-        owner.cp_stream = torch.cuda.Stream()

@@ -149,19 +149,13 @@ def forward(
     device = params.cu_seqlens_q.device
     batch = {key: loaded[key].to(device, non_blocking=True) for key in stage.needed}
     if stage.is_ranks_first:
-        _report_sequence_lengths(params, int(args.context_parallel_size))
+        # As if all groups had the static size: megatron sums the reports of all ranks and divides
+        # by it. Every rank must report, or the others wait for it.
+        static_size, lengths = int(args.context_parallel_size), params.cu_seqlens_q
+        # A rank of a group below the static size also reports for the missing ranks.
+        is_counted = params.cp_group.rank() < static_size
+        for _ in range(max(1, static_size // params.cp_group.size()) if is_counted else 1):
+            packed_sequences.report_sequence_lengths(
+                lengths if is_counted else torch.zeros_like(lengths)
+            )
     return packed_sequences.run_model(model, batch, params, stage, args)
-
-
-def _report_sequence_lengths(params: PackedSeqParams, static_size: int) -> None:
-    """Report sequence lengths to megatron as if all groups had the static size.
-
-    Megatron sums the reports of all ranks and divides by the static size. Every rank must report,
-    or the others wait for it.
-    """
-    size, rank = params.cp_group.size(), params.cp_group.rank()
-    # A rank of a group below the static size also reports for the missing ranks.
-    times = max(1, static_size // size) if rank < static_size else 0
-    lengths = params.cu_seqlens_q
-    for _ in range(max(1, times)):
-        packed_sequences.report_sequence_lengths(lengths if times else torch.zeros_like(lengths))

@@ -34,15 +34,15 @@ def convert(layer: Any, mixin: type) -> Callable[[], None]:
     conversion = _conversions.setdefault(layer, _Conversion(type(layer), []))
     conversion.mixins.append(mixin)
     layer.__class__ = _class_of(conversion)
-    return undo_on(layer, lambda layer: _take_away(layer, mixin))
 
+    def take_away(layer: Any) -> None:
+        conversion = _conversions[layer]
+        conversion.mixins.remove(mixin)
+        layer.__class__ = _class_of(conversion)
+        if not conversion.mixins:
+            del _conversions[layer]
 
-def _take_away(layer: Any, mixin: type) -> None:
-    conversion = _conversions[layer]
-    conversion.mixins.remove(mixin)
-    layer.__class__ = _class_of(conversion)
-    if not conversion.mixins:
-        del _conversions[layer]
+    return undo_on(layer, take_away)
 
 
 def _class_of(conversion: _Conversion) -> Any:
