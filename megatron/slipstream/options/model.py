@@ -323,37 +323,29 @@ def _without_effect(
 _NEIGHBOURS = (
     "the next graph copies out what a layer saved, and the one before its backward copies it back"
 )
-_OUTSIDE = "it holds for what moves outside of them"
+_NO_RANGES = "a replay runs no host code that could name a range"
+_NO_SUMS = "comparing bytes blocks the host, which a graph cannot"
 
 GRAPH_RULES: tuple[Rule, ...] = (
     *(
-        _without_effect("layers", _in_graphs_of_layers, option, default, _NEIGHBOURS, _OUTSIDE)
-        for option, default in (
-            ("offload_release_lag", 1),
-            ("offload_prefetch_depth", 1),
-            ("fine_grained_offloading_max_inflight_offloads", None),
+        _without_effect(
+            *("layers", _in_graphs_of_layers, option, default, because),
+            "it holds for what moves outside of them",
+        )
+        for option, default, because in (
+            ("offload_release_lag", 1, _NEIGHBOURS),
+            ("offload_prefetch_depth", 1, _NEIGHBOURS),
+            ("fine_grained_offloading_max_inflight_offloads", None, _NEIGHBOURS),
+            ("offload_nvtx_ranges", False, _NO_RANGES),
+            ("offload_verify", 0, _NO_SUMS),
         )
     ),
     _without_effect(
-        *("layers", _in_graphs_of_layers, "offload_nvtx_ranges", False),
-        "a replay runs no host code that could name a range",
-        _OUTSIDE,
-    ),
-    _without_effect(
-        *("layers", _in_graphs_of_layers, "offload_verify", 0),
-        "comparing bytes blocks the host, which a graph cannot",
-        _OUTSIDE,
-    ),
-    _without_effect(
-        *("chunks", _in_graphs_of_chunks, "offload_nvtx_ranges", False),
-        "a replay runs no host code that could name a range",
+        *("chunks", _in_graphs_of_chunks, "offload_nvtx_ranges", False, _NO_RANGES),
         "it holds for the passes before them",
     ),
     _without_effect(
-        "chunks",
-        lambda f: _in_graphs_of_chunks(f) and f.has_gpu,
-        *("offload_verify", 0),
-        "comparing bytes blocks the host, which a graph cannot",
+        *("chunks", lambda f: _in_graphs_of_chunks(f) and f.has_gpu, "offload_verify", 0, _NO_SUMS),
         "it holds for the iterations before them and the first passes that they are planned from",
     ),
     Rule(

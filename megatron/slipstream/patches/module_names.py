@@ -4,35 +4,31 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from megatron.slipstream.options.modules import OWN_MODULE_RULES, own_modules
 from megatron.slipstream.options.rules import check_rules, require
+from megatron.slipstream.patches.patching import replacing
 
 _STAND_IN = "core_attn"
 """A module that every model has, for a configuration that names none of megatron-core's."""
 
 
-def accept_own_modules(original: Callable[[Any], None]) -> Callable[[Any], None]:
+@replacing
+def accept_own_modules(original: Callable[[Any], None], config: Any) -> None:
     """Replace ``TransformerConfig.__post_init__``.
 
     Its layers only look for their own names in ``offload_modules``.
     """
-
-    @functools.wraps(original)
-    def check(config: Any) -> None:
-        own = own_modules(config) if config.fine_grained_activation_offloading else []
-        if not own:
-            original(config)
-            return
-        require(check_rules(OWN_MODULE_RULES, config))
-        given = config.offload_modules
-        config.offload_modules = [name for name in given if name not in own] or [_STAND_IN]
-        try:
-            original(config)
-        finally:
-            config.offload_modules = given
-
-    return check
+    own = own_modules(config) if config.fine_grained_activation_offloading else []
+    if not own:
+        original(config)
+        return
+    require(check_rules(OWN_MODULE_RULES, config))
+    given = config.offload_modules
+    config.offload_modules = [name for name in given if name not in own] or [_STAND_IN]
+    try:
+        original(config)
+    finally:
+        config.offload_modules = given

@@ -14,68 +14,56 @@ z-loss, but not from
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Optional
 
 import torch
+
+from megatron.slipstream.patches.patching import replacing
 
 _padding: list[torch.Tensor] = []
 """The masks of the routers whose forward pass is running, the innermost last."""
 
 
-def pass_mask_on(original: Any) -> Any:
+@replacing
+def pass_mask_on(
+    original: Any, self: Any, logits: torch.Tensor, padding_mask: Optional[torch.Tensor] = None
+) -> Any:
     """Replace ``TopKRouter.routing``: pass the padding mask to the functions below."""
-
-    @functools.wraps(original)
-    def routing(
-        self: Any, logits: torch.Tensor, padding_mask: Optional[torch.Tensor] = None
-    ) -> Any:
-        if padding_mask is None:
-            return original(self, logits)
-        _padding.append(padding_mask.reshape(-1, 1))
-        try:
-            return original(self, logits, padding_mask=padding_mask)
-        finally:
-            _padding.pop()
-
-    return routing
+    if padding_mask is None:
+        return original(self, logits)
+    _padding.append(padding_mask.reshape(-1, 1))
+    try:
+        return original(self, logits, padding_mask=padding_mask)
+    finally:
+        _padding.pop()
 
 
-def drop_padding_first(original: Any) -> Any:
+@replacing
+def drop_padding_first(
+    original: Any, probs: torch.Tensor, routing_map: torch.Tensor, *rest: Any, **options: Any
+) -> Any:
     """Replace ``apply_router_token_dropping``: exclude padding from the capacity."""
-
-    @functools.wraps(original)
-    def dropping(probs: torch.Tensor, routing_map: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        if _padding:
-            probs = probs.masked_fill(_padding[-1], 0.0)
-            routing_map = routing_map & ~_padding[-1]
-        return original(probs, routing_map, *rest, **options)
-
-    return dropping
+    if _padding:
+        probs = probs.masked_fill(_padding[-1], 0.0)
+        routing_map = routing_map & ~_padding[-1]
+    return original(probs, routing_map, *rest, **options)
 
 
-def count_at_least_one(original: Any) -> Any:
+@replacing
+def count_at_least_one(original: Any, *arguments: Any, **options: Any) -> Any:
     """Replace ``get_tokens_per_expert_and_token_count``: divide by 1 if all tokens are padding."""
-
-    @functools.wraps(original)
-    def counting(*arguments: Any, **options: Any) -> Any:
-        *counts, total = original(*arguments, **options)
-        # If the total is 0, the counts that it divides are 0 as well.
-        return *counts, total.clamp(min=1) if isinstance(total, torch.Tensor) else total
-
-    return counting
+    *counts, total = original(*arguments, **options)
+    # If the total is 0, the counts that it divides are 0 as well.
+    return *counts, total.clamp(min=1) if isinstance(total, torch.Tensor) else total
 
 
-def count_without_padding(_: Any) -> Any:
+@replacing
+def count_without_padding(
+    _: Any, self: Any, routing_map: torch.Tensor, padding_mask: Optional[torch.Tensor] = None
+) -> None:
     """Replace ``TopKRouter._apply_expert_bias``: exclude padding from the counts."""
-
-    def count(
-        self: Any, routing_map: torch.Tensor, padding_mask: Optional[torch.Tensor] = None
-    ) -> None:
-        if self.enable_expert_bias and torch.is_grad_enabled():
-            with torch.no_grad():
-                if padding_mask is not None:
-                    routing_map = routing_map & ~padding_mask.reshape(-1, 1)
-                self.local_tokens_per_expert += routing_map.sum(dim=0)
-
-    return count
+    if self.enable_expert_bias and torch.is_grad_enabled():
+        with torch.no_grad():
+            if padding_mask is not None:
+                routing_map = routing_map & ~padding_mask.reshape(-1, 1)
+            self.local_tokens_per_expert += routing_map.sum(dim=0)

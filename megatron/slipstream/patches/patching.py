@@ -9,6 +9,7 @@ an error that names it, and nothing changes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -108,6 +109,23 @@ def _exists(path: str) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def replacing(replacement: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
+    """Decorate a function to be a patch: it is called with the original before its arguments.
+
+    What a patch is bound to comes before the original.
+    """
+
+    @functools.wraps(replacement)
+    def replace(*bound: Any) -> Callable[..., Any]:
+        @functools.wraps(bound[-1])
+        def call(*arguments: Any, **options: Any) -> Any:
+            return replacement(*bound, *arguments, **options)
+
+        return call
+
+    return replace
 
 
 class _Applied(NamedTuple):

@@ -4,29 +4,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from megatron.slipstream.fine_grained_activation_offload import peak_statistics
+from megatron.slipstream.patches.patching import replacing
 
 
-def add_discarded_peaks(read: Callable[[int], Any]) -> Callable[[int], Any]:
+@replacing
+def add_discarded_peaks(read: Callable[[int], Any], device: int) -> Any:
     """Make ``read(device)`` return the peaks since the user's last reset."""
-
-    @functools.wraps(read)
-    def read_all(device: int) -> Any:
-        return peak_statistics.with_discarded(device, read(device))
-
-    return read_all
+    return peak_statistics.with_discarded(device, read(device))
 
 
-def forget_discarded_peaks(reset: Callable[[int], None]) -> Callable[[int], None]:
+@replacing
+def forget_discarded_peaks(reset: Callable[[int], None], device: int) -> None:
     """Make ``reset(device)`` forget earlier peaks too."""
-
-    @functools.wraps(reset)
-    def reset_all(device: int) -> None:
-        reset(device)
-        peak_statistics.forget(device)
-
-    return reset_all
+    reset(device)
+    peak_statistics.forget(device)

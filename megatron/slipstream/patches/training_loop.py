@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Optional, TextIO
 
-from megatron.slipstream.patches.patching import Patch
+from megatron.slipstream.patches.patching import Patch, replacing
 
 
 class CheckpointRefusedError(ValueError):
@@ -28,34 +28,18 @@ def bound(patch: Patch, *values: Any) -> Patch:
     return replace(patch, replace=functools.partial(patch.replace, *values))
 
 
-def evaluate_first(args: Any, train: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def evaluate_first(args: Any, train: Callable[..., Any], *given: Any, **groups: Any) -> Any:
     """Replace ``train``: evaluate once more, between building the model and the first iteration."""
+    from megatron.training import training
 
-    def evaluate_then_train(
-        forward_step: Any,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any,
-        train_iterator: Any,
-        valid_iterator: Any,
-        process_non_loss_data: Any,
-        config: Any,
-        *rest: Any,
-        **groups: Any,
-    ) -> Any:
-        from megatron.training import training
-
-        iteration = args.iteration  # above 0 if training resumes
-        training.evaluate_and_print_results(
-            f"iteration {iteration}", forward_step, valid_iterator, model, iteration,
-            process_non_loss_data, config, **groups,
-        )  # fmt: skip
-        return train(
-            forward_step, model, optimizer, scheduler, train_iterator, valid_iterator,
-            process_non_loss_data, config, *rest, **groups,
-        )  # fmt: skip
-
-    return evaluate_then_train
+    forward_step, model, *_, valid_iterator, process_non_loss_data, config = given[:8]
+    iteration = args.iteration  # above 0 if training resumes
+    training.evaluate_and_print_results(
+        f"iteration {iteration}", forward_step, valid_iterator, model, iteration,
+        process_non_loss_data, config, **groups,
+    )  # fmt: skip
+    return train(*given, **groups)
 
 
 def finalize_through(
@@ -65,7 +49,10 @@ def finalize_through(
     return finalizing(finalize)
 
 
-def check_expert_layout(args: Any, check: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def check_expert_layout(
+    args: Any, check: Callable[..., Any], saved: Any, *arguments: Any, **options: Any
+) -> Any:
     """Replace ``check_checkpoint_args``: refuse the optimizer state of other experts.
 
     The distributed optimizer saves flat buckets by default. Their sizes do not depend on the order
@@ -74,31 +61,28 @@ def check_expert_layout(args: Any, check: Callable[..., Any]) -> Callable[..., A
     Raises:
         CheckpointRefusedError: The replacement is called for such a checkpoint.
     """
-
-    def check_all(saved: Any, *arguments: Any, **options: Any) -> Any:
-        # Other launchers do not save this option.
-        was_on = vars(saved).get("moe_sync_free_experts")
-        if (
-            bool(was_on) != args.moe_sync_free_experts
-            and args.use_distributed_optimizer
-            and not args.no_load_optim
-            and not getattr(saved, "dist_ckpt_optim_fully_reshardable", False)
-        ):
-            was_saved = f"was saved with moe_sync_free_experts={was_on}"
-            if was_on is None:
-                was_saved = "does not record moe_sync_free_experts, which counts as off"
-            raise CheckpointRefusedError(
-                f"load={args.load} {was_saved}, and parameters are in another order in the "
-                "distributed optimizer's buckets with moe_sync_free_experts="
-                f"{args.moe_sync_free_experts}; set no_load_optim=True to load the weights, or "
-                "dist_ckpt_optim_fully_reshardable=True where the checkpoint is saved"
-            )
-        return check(saved, *arguments, **options)
-
-    return check_all
+    # Other launchers do not save this option.
+    was_on = vars(saved).get("moe_sync_free_experts")
+    if (
+        bool(was_on) != args.moe_sync_free_experts
+        and args.use_distributed_optimizer
+        and not args.no_load_optim
+        and not getattr(saved, "dist_ckpt_optim_fully_reshardable", False)
+    ):
+        was_saved = f"was saved with moe_sync_free_experts={was_on}"
+        if was_on is None:
+            was_saved = "does not record moe_sync_free_experts, which counts as off"
+        raise CheckpointRefusedError(
+            f"load={args.load} {was_saved}, and parameters are in another order in the "
+            "distributed optimizer's buckets with moe_sync_free_experts="
+            f"{args.moe_sync_free_experts}; set no_load_optim=True to load the weights, or "
+            "dist_ckpt_optim_fully_reshardable=True where the checkpoint is saved"
+        )
+    return check(saved, *arguments, **options)
 
 
-def name_refusals(args: Any, load: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def name_refusals(args: Any, load: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Replace ``load_checkpoint``: a checkpoint that megatron refuses is an error with a cure.
 
     megatron asserts what differs, or prints and exits with 0, as if the training had ended.
@@ -106,26 +90,22 @@ def name_refusals(args: Any, load: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         CheckpointRefusedError: The replacement is called for such a checkpoint.
     """
-
-    def load_or_refuse(*arguments: Any, **options: Any) -> Any:
-        with contextlib.redirect_stdout(_Heard(sys.stdout)) as heard:
-            try:
-                return load(*arguments, **options)
-            except AssertionError as error:
-                raise CheckpointRefusedError(_refusal(args.load, str(error))) from error
-            except (SystemExit, Exception) as error:
-                reason = _printed_reason(error, heard.last_line)
-                misfit = _misfit(str(error))
-                if reason is not None:
-                    raise CheckpointRefusedError(_refusal(args.load, reason)) from error
-                if misfit is not None:
-                    raise CheckpointRefusedError(
-                        f"load={args.load} does not fit the model: {misfit}; set the flags of the "
-                        "model that was saved, or load another checkpoint"
-                    ) from error
-                raise
-
-    return load_or_refuse
+    with contextlib.redirect_stdout(_Heard(sys.stdout)) as heard:
+        try:
+            return load(*arguments, **options)
+        except AssertionError as error:
+            raise CheckpointRefusedError(_refusal(args.load, str(error))) from error
+        except (SystemExit, Exception) as error:
+            reason = _printed_reason(error, heard.last_line)
+            misfit = _misfit(str(error))
+            if reason is not None:
+                raise CheckpointRefusedError(_refusal(args.load, reason)) from error
+            if misfit is not None:
+                raise CheckpointRefusedError(
+                    f"load={args.load} does not fit the model: {misfit}; set the flags of the "
+                    "model that was saved, or load another checkpoint"
+                ) from error
+            raise
 
 
 def report_all_layers(args: Any, report: Callable[..., str]) -> Callable[..., str]:
@@ -145,23 +125,19 @@ def report_all_layers(args: Any, report: Callable[..., str]) -> Callable[..., st
     return report_all
 
 
-def record_in_range(record: Callable[..., None]) -> Callable[..., None]:
+@replacing
+def record_in_range(
+    record: Callable[..., None], self: Any, name: str, value: Any, layer_number: Any,
+    num_layers: int, *arguments: Any, **options: Any,
+) -> None:  # fmt: skip
     """Replace ``MoEMetricsTracker.record``: experts of further tokens count in the last entry.
 
     A tracker has one entry for each further token, but routers of a hybrid model count the letters
     of all of them. The entries' sum, which is reported, is the same wherever they are added.
     """
-
-    @functools.wraps(record)
-    def record_one(
-        self: Any, name: str, value: Any, layer_number: Any, num_layers: int, *arguments: Any,
-        **options: Any,
-    ) -> None:  # fmt: skip
-        if layer_number is not None:
-            layer_number = min(layer_number, num_layers)
-        record(self, name, value, layer_number, num_layers, *arguments, **options)
-
-    return record_one
+    if layer_number is not None:
+        layer_number = min(layer_number, num_layers)
+    record(self, name, value, layer_number, num_layers, *arguments, **options)
 
 
 class _Heard(io.TextIOBase):

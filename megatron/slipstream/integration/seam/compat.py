@@ -140,33 +140,20 @@ def refuse_later_option(name: str) -> NoReturn:
 
 
 def _lacks(option: str, when: Predicate, shown: str, because: str, cure: str) -> Rule:
-    """Return the rule that refuses ``shown`` on the installed release if ``when`` holds."""
+    """Return the rule that refuses ``shown`` before 0.19 if ``when`` holds."""
     return option_rule(
         option,
         when,
-        lambda _: False,
+        lambda facts: facts.is_since_0_19,
         f"{shown} is not supported with {{release}} because {because}",
         f"{cure}, or install megatron-core {TESTED_RELEASES[-1]}",
     )
 
 
-_NOT_BUILT = (
-    "mtp_num_layers",
-    "heterogeneous_layers_config_path",
-    "experimental_attention_variant",
-    "spec",
-)
-"""Options that :class:`_GPT` does not support."""
-
-
 def _not_built(name: str) -> Rule:
-    def is_asked_for(facts: Any) -> bool:
-        is_gpt = facts.hybrid_layer_pattern is None and not facts.is_since_0_19
-        return is_gpt and getattr(facts, name) is not None
-
     return _lacks(
         name,
-        is_asked_for,
+        lambda facts: facts.hybrid_layer_pattern is None and getattr(facts, name) is not None,
         f"{name}={{{name}}}",
         "its wheel has no builder of GPT models, and ours does not know the option",
         "build the model in a script of your own that calls install()",
@@ -177,9 +164,7 @@ RELEASE_RULES: tuple[Rule, ...] = (
     _lacks(
         "offload_modules",
         lambda f: (
-            f.fine_grained_activation_offloading
-            and "fused_group_mlp" in (f.offload_modules or ())
-            and not f.is_since_0_19
+            f.fine_grained_activation_offloading and "fused_group_mlp" in (f.offload_modules or ())
         ),
         "offload_modules=fused_group_mlp",
         "that release does not mark it",
@@ -187,51 +172,42 @@ RELEASE_RULES: tuple[Rule, ...] = (
     ),
     _lacks(
         "cuda_graph_impl",
-        lambda f: (
-            offloads_with_our_engine(f) and f.cuda_graph_impl == "local" and not f.is_since_0_19
-        ),
+        lambda f: offloads_with_our_engine(f) and f.cuda_graph_impl == "local",
         "cuda_graph_impl=local with offloading",
         "that release supports offloading only with Transformer Engine's graphs",
         "set cuda_graph_impl=transformer_engine or none",
     ),
     _lacks(
         "cuda_graph_granularity",
-        lambda f: f.cuda_graph_granularity == "chunk" and not f.is_since_0_19,
+        lambda f: f.cuda_graph_granularity == "chunk",
         "cuda_graph_granularity=chunk",
         "its training loop has no hook for built models",
         "leave it out",
     ),
     _lacks(
         "cuda_graph_impl",
-        lambda f: (
-            f.cuda_graph_impl == "transformer_engine"
-            and f.sequence_packing is not None
-            and not f.is_since_0_19
-        ),
+        lambda f: f.cuda_graph_impl == "transformer_engine" and f.sequence_packing is not None,
         "cuda_graph_impl=transformer_engine with sequence_packing",
         "its training loop has no hook for built models",
         "leave it out",
     ),
     _lacks(
         "moe_sync_free_experts",
-        lambda f: f.moe_sync_free_experts and not f.is_since_0_19,
+        lambda f: f.moe_sync_free_experts,
         "moe_sync_free_experts",
         "its expert layers are built otherwise",
         "leave it out",
     ),
-    *map(_not_built, _NOT_BUILT),
+    # What _GPT does not support.
+    *map(_not_built, ("mtp_num_layers", "heterogeneous_layers_config_path")),
+    *map(_not_built, ("experimental_attention_variant", "spec")),
 )
 """Rules against options of later releases that the installed one does not support."""
 
 
 def check_release(options: Any) -> list[Finding]:
     """Return findings about parsed options that the installed release does not support."""
-    return check_rules(
-        RELEASE_RULES,
-        options,
-        release=release(),
-        is_since_0_19=is_since("0.19"),
-    )
+    return check_rules(RELEASE_RULES, options, release=release(), is_since_0_19=is_since("0.19"))
 
 
 # Training

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Optional
 
@@ -22,11 +22,6 @@ from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 logger = logging.getLogger(__name__)
-
-_INSTEAD: Mapping[str, str] = {
-    "buffer_size_gib": "set offload_host_memory_limit_bytes to limit host memory"
-}
-"""For options that later releases of megatron-core pass, what to set instead."""
 
 
 class PipelineOffloadManager:
@@ -158,7 +153,17 @@ class PipelineOffloadManager:
         Passes without gradients, and recomputations in backward, are ignored. For the values see
         ``PassPolicy``. A warning says once what a later megatron-core passes in ``others``.
         """
-        self._warn_of(others)
+        for name, value in others.items():
+            if value is None or name in self._unknown:
+                continue
+            self._unknown.add(name)
+            instead = "leave it out"
+            if name == "buffer_size_gib":
+                instead = "set offload_host_memory_limit_bytes to limit host memory"
+            logger.warning(
+                "%s=%s has no effect with Slipstream's engine, which does not know it; %s",
+                *(name, value, instead),
+            )
         policy = PassPolicy(
             min_offloaded_tensor_size,
             activation_offload_fraction,
@@ -166,19 +171,6 @@ class PipelineOffloadManager:
             max_inflight_offloads,
         )
         self.engine.begin_pass(vp_stage or 0, policy, pp_rank)
-
-    def _warn_of(self, others: Mapping[str, Any]) -> None:
-        for name, value in others.items():
-            if value is None or name in self._unknown:
-                continue
-            self._unknown.add(name)
-            instead = _INSTEAD.get(name, "leave it out")
-            logger.warning(
-                "%s=%s has no effect with Slipstream's engine, which does not know it; %s",
-                name,
-                value,
-                instead,
-            )
 
     def reset(self, **_: Any) -> None:
         """End an iteration. The schedule calls this after forward-backward, or forward alone."""
