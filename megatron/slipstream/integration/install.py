@@ -227,9 +227,7 @@ def uninstall() -> None:
         current.router.close()
 
 
-def installed() -> Optional[model_router.RoutedManager]:
-    """Return the engine of the model trained last; None before :func:`install` is called."""
-    return model_router.installed()
+installed = model_router.installed
 
 
 def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -22,6 +22,10 @@ def _positive(value: Optional[float]) -> bool:
     return value is None or value > 0
 
 
+def _in_training(rule: Rule) -> Rule:
+    return rule._replace(when=lambda facts: not facts.skip_train and rule.when(facts))
+
+
 def _rules_in(unit: str, counts: Predicate) -> tuple[Rule, ...]:
     """Return the rules of a training whose length is given in iterations or samples."""
 
@@ -96,10 +100,7 @@ _SCHEDULE_RULES: tuple[Rule, ...] = (
     )("override_opt_param_scheduler", "one schedule is followed", "leave one of them out"),
 )
 
-SCHEDULE_RULES = tuple(
-    rule._replace(when=lambda facts, when=rule.when: not facts.skip_train and when(facts))
-    for rule in _SCHEDULE_RULES
-)
+SCHEDULE_RULES = tuple(map(_in_training, _SCHEDULE_RULES))
 """Requirements of megatron's ``OptimizerParamScheduler``, which it asserts after it has built the
 model."""
 

@@ -251,11 +251,10 @@ class Router:
 
     def bind(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Register ``chunks`` as one model."""
-        known = [self._model_of[chunk] for chunk in chunks if chunk in self._model_of]
-        if not known:
+        model = next((self._model_of[one] for one in chunks if one in self._model_of), None)
+        if model is None:
             self._drop_dead_models()
-            self._models.append(_Model())
-        model = known[0] if known else self._models[-1]
+            self._models.append(model := _Model())
         for chunk in chunks:
             if chunk not in self._model_of:
                 self._model_of[chunk] = model
@@ -414,7 +413,7 @@ def marks_go_to(manager: PipelineOffloadManager) -> Iterator[None]:
 
 
 def installed() -> Optional[RoutedManager]:
-    """Return the engine of the model trained last, or None."""
+    """Return the engine of the model trained last; None before ``install()`` is called."""
     current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
     return current if isinstance(current, RoutedManager) else None
 
