@@ -108,10 +108,8 @@ keeping inputs of their own."""
 
 def _is_captured(name: str, facts: Any) -> bool:
     """Whether checkpoints of this module are inside Transformer Engine's graphs."""
-    if _graph_impl(facts) != "transformer_engine":
-        return False
-    captured = graphed_modules(facts)
-    return not captured or CHECKPOINTED_MODULES[name] in captured
+    captured = graphed_modules(facts) or {CHECKPOINTED_MODULES[name]}
+    return _graph_impl(facts) == "transformer_engine" and CHECKPOINTED_MODULES[name] in captured
 
 
 def _is_checkpointed(name: str, facts: Any) -> bool:
@@ -140,10 +138,14 @@ def keeps_checkpoint_inputs(options: Any) -> bool:
     )
 
 
+def _moves_checkpoint_inputs(facts: Any) -> bool:
+    return offloads_with_our_engine(facts) and bool(facts.offload_checkpoint_inputs)
+
+
 CHECKPOINT_RULES: tuple[Rule, ...] = (
     option_rule(
         "offload_checkpoint_inputs",
-        lambda f: offloads_with_our_engine(f) and f.offload_checkpoint_inputs,
+        _moves_checkpoint_inputs,
         lambda f: f.recompute_granularity is not None or keeps_checkpoint_inputs(f),
         "offload_checkpoint_inputs=True is not supported without recomputation because no "
         "checkpoint keeps inputs then",
@@ -151,11 +153,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
     ),
     option_rule(
         "offload_checkpoint_inputs",
-        lambda f: (
-            offloads_with_our_engine(f)
-            and f.offload_checkpoint_inputs
-            and f.recompute_granularity is not None
-        ),
+        lambda f: _moves_checkpoint_inputs(f) and f.recompute_granularity is not None,
         keeps_checkpoint_inputs,
         "offload_checkpoint_inputs=True is not supported with recompute_modules="
         "{recompute_modules} of this model because no checkpoint outside of CUDA graphs keeps "
