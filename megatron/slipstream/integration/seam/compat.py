@@ -10,7 +10,6 @@ without a GPU, the shims must be installed first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NoReturn, Optional
 
 import torch
@@ -139,7 +138,9 @@ def refuse_later_option(name: str) -> NoReturn:
     raise ValueError(rule.found(release=release()).text)
 
 
-def _lacks(option: str, when: Predicate, shown: str, because: str, cure: str) -> Rule:
+def _lacks(
+    option: str, when: Predicate, shown: str, because: str, cure: str = "leave it out"
+) -> Rule:
     """Return the rule that refuses ``shown`` before 0.19 if ``when`` holds."""
     return option_rule(
         option,
@@ -168,7 +169,6 @@ RELEASE_RULES: tuple[Rule, ...] = (
         ),
         "offload_modules=fused_group_mlp",
         "that release does not mark it",
-        "leave it out",
     ),
     _lacks(
         "cuda_graph_impl",
@@ -182,21 +182,18 @@ RELEASE_RULES: tuple[Rule, ...] = (
         lambda f: f.cuda_graph_granularity == "chunk",
         "cuda_graph_granularity=chunk",
         "its training loop has no hook for built models",
-        "leave it out",
     ),
     _lacks(
         "cuda_graph_impl",
         lambda f: f.cuda_graph_impl == "transformer_engine" and f.sequence_packing is not None,
         "cuda_graph_impl=transformer_engine with sequence_packing",
         "its training loop has no hook for built models",
-        "leave it out",
     ),
     _lacks(
         "moe_sync_free_experts",
         lambda f: f.moe_sync_free_experts,
         "moe_sync_free_experts",
         "its expert layers are built otherwise",
-        "leave it out",
     ),
     # What _GPT does not support.
     *map(_not_built, ("mtp_num_layers", "heterogeneous_layers_config_path")),
@@ -296,51 +293,35 @@ def bind_pretrain(args: Any, model: Any) -> Pretrain:
     Raises:
         AssertionError: Megatron refuses the arguments.
     """
-    from megatron.training import argument_utils
-
-    if is_since("0.19"):
-        container = argument_utils.pretrain_cfg_container_from_args(args, model)
-        return partial(_pretrain_by_config, container)
-    builder = model if isinstance(model, _GPT) else model.get_builder_cls()(model)
-    container = argument_utils.pretrain_cfg_container_from_args(args, model)
-    return partial(_pretrain_by_function, container, builder)
-
-
-def _pretrain_by_config(
-    container: Any, datasets: Any, forward_step: Any, finalizing: Callable[..., Any]
-) -> None:
-    """0.19: the configuration has the functions that build the model and finalise gradients."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
-    from megatron.training import pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    model = container.model
-    model.finalize_model_grads_func = finalizing(
-        model.finalize_model_grads_func or finalize_model_grads
-    )
-    pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+    from megatron import training
 
+    kind, builder = ModelType.encoder_or_decoder, model
+    if not is_since("0.19") and not isinstance(model, _GPT):
+        builder = model.get_builder_cls()(model)
 
-def _pretrain_by_function(
-    container: Any,
-    builder: Any,
-    datasets: Any,
-    forward_step: Any,
-    finalizing: Callable[..., Any],
-) -> None:
-    """0.18: a function builds the model; the training loop sets the finalising function."""
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
+    def pretrain_by_config(datasets: Any, forward_step: Any, finalizing: Any) -> None:
+        # The configuration has the functions that build the model and finalise gradients.
+        finalize = container.model.finalize_model_grads_func or finalize_model_grads
+        container.model.finalize_model_grads_func = finalizing(finalize)
+        training.pretrain(container, datasets, kind, forward_step)
 
-    def build(
-        pre_process: bool = True,
-        post_process: bool = True,
-        vp_stage: Optional[int] = None,
-        pg_collection: Any = None,
-        **_: Any,
-    ) -> torch.nn.Module:
-        return builder.build_model(pg_collection, pre_process, post_process, vp_stage)
+    def pretrain_by_function(datasets: Any, forward_step: Any, finalizing: Any) -> None:
+        # 0.18: a function builds the model; the training loop sets the finalising function.
+        def build(
+            pre_process: bool = True,
+            post_process: bool = True,
+            vp_stage: Optional[int] = None,
+            pg_collection: Any = None,
+            **_: Any,
+        ) -> torch.nn.Module:
+            return builder.build_model(pg_collection, pre_process, post_process, vp_stage)
 
-    finalize = bound(table.FINALIZE, finalizing)
-    with applied([finalize]):
-        pretrain(container, datasets, build, ModelType.encoder_or_decoder, forward_step)
+        with applied([bound(table.FINALIZE, finalizing)]):
+            training.pretrain(container, datasets, build, kind, forward_step)
+
+    container = pretrain_cfg_container_from_args(args, model)
+    return pretrain_by_config if is_since("0.19") else pretrain_by_function
