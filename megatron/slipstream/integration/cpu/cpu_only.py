@@ -294,11 +294,8 @@ def skip_helper_compilation() -> bool:
     Megatron exits the process when ``make`` fails. A source checkout has the Makefile.
     """
     owner, _ = resolve(_HELPERS.target)
-    if (Path(owner.__file__).parent / "Makefile").exists():
-        return False
-    try:
-        import_module("megatron.core.datasets.helpers_cpp")
-    except ImportError:
+    has_makefile = (Path(owner.__file__).parent / "Makefile").exists()
+    if has_makefile or not _importable("megatron.core.datasets.helpers_cpp"):
         return False
     apply([_HELPERS], "training from a wheel")
     return True

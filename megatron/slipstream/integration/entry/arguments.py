@@ -27,7 +27,7 @@ from megatron.slipstream.options import preflight
 from megatron.slipstream.options.budget import complete_arguments
 from megatron.slipstream.options.config_file import config_from_environment
 from megatron.slipstream.options.datasets import read_tokenizer
-from megatron.slipstream.options.fields import GROUPS
+from megatron.slipstream.options.fields import GROUPS, OffloadConfig
 from megatron.slipstream.options.model import (
     MODULE_NAMES,
     graphed_modules,
@@ -55,12 +55,10 @@ _APEX_FUSED_WEIGHT_GRADIENT = "fused_weight_gradient_mlp_cuda"
 """The extension module of Apex that megatron's gradient_accumulation_fusion calls."""
 
 _SEVERAL_QUEUES = frozenset(
-    (
-        *("--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm"),
-        "--pipeline-model-parallel-comm-backend",  # 'ucc'
-    )
+    "--use-megatron-fsdp --use-torch-fsdp2 --overlap-moe-expert-parallel-comm "
+    "--pipeline-model-parallel-comm-backend".split()
 )
-"""Flags whose communication must not wait for kernels of the same queue."""
+"""Flags whose communication (of the last, 'ucc') must not wait for kernels of the same queue."""
 
 _EXAMPLES = """\
 examples:
@@ -84,7 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our argument groups; the flags are the field names of their dataclasses."""
     for options, title in GROUPS:
         _add_group(parser, options, title)
-    _default_to_file(parser)
 
     # argparse would print megatron's thousand-line usage before the one line that matters.
     def error(message: str) -> NoReturn:
@@ -105,7 +102,6 @@ def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         ValueError: The settings file, which sets the flags' defaults, cannot be used.
     """
     _add_group(parser, *GROUPS[0])
-    _default_to_file(parser)
     return parser
 
 
@@ -119,11 +115,9 @@ def _add_group(parser: argparse.ArgumentParser, options: type, title: str) -> No
         is_told = "type" in field.metadata.get("argparse_meta", {})
         field.type = str if is_told else types[field.name]
     ArgumentGroupFactory(options).build_group(parser, title)
-
-
-def _default_to_file(parser: argparse.ArgumentParser) -> None:
-    """Use the values of the settings file as the flags' defaults."""
-    parser.set_defaults(**dataclasses.asdict(config_from_environment()))
+    if options is OffloadConfig:
+        # The values of the settings file are the flags' defaults.
+        parser.set_defaults(**dataclasses.asdict(config_from_environment()))
 
 
 def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:

@@ -45,7 +45,6 @@ from megatron.slipstream.options.rules import (
     option_rule,
     require,
 )
-from megatron.slipstream.plan.candidates import PolicyOptions
 
 
 def configured_by_flags(
@@ -77,7 +76,9 @@ def configured_by_flags(
         arguments.apply_tokenizer(args)
         require(checks.check_options(args))
         config = _config(args)
-    require(check_rules(PLAN_RULES, _facts(args, config, state_gib)))
+    # The configuration's values where they are set, else the arguments'.
+    of_config = {name: value for name, value in vars(config).items() if value}
+    require(check_rules(PLAN_RULES, Facts(args, of_config, state_gib=state_gib)))
     return _configured(args, config, num_micro_batches)
 
 
@@ -128,12 +129,6 @@ def _as_with_transformer_engine(args: Any) -> Iterator[dict[str, Any]]:
         yield fused
     finally:
         utils._te_version = before
-
-
-def _facts(args: Any, config: Any, state_gib: Optional[float]) -> Facts:
-    """Return options by name: the configuration's if set, else the arguments'."""
-    of_config = {name: value for name, value in vars(config).items() if value}
-    return Facts(args, of_config, state_gib=state_gib)
 
 
 _unsupported = Condition("with a plan from flags", always)
@@ -278,13 +273,17 @@ def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Con
         notes.append("state leaves out the position embeddings, of max_position_embeddings rows")
     if args.attention_backend.name == "auto" and args.transformer_impl != "local":
         notes.append(f"attention_backend=auto is taken to be {shape.attention_backend}")
+    own = OffloadConfig.of(args)
+    model = SimpleNamespace(**{**defaults_of_later_options(), **vars(config)})
+    options = PassPolicy.of(model).applied_to(own.policy_options())
     return Configured(
         "megatron's flags",
         shape,
         modules or usable_modules(shape),
         num_micro_batches if num_micro_batches is not None else min(in_iteration, limit),
         config.min_offloaded_tensor_size,
-        _policy(args, config),
+        # Host memory is that of another machine, so a limit applies only if it is given.
+        replace(options, host_memory_limit_bytes=own.offload_host_memory_limit_bytes),
         tuple(notes),
     )
 
@@ -300,17 +299,6 @@ def _planned_modules(names: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
         notes.append(f"planned as if they stayed: {', '.join(outside)}")
     planned = ("qkv_linear" if name in latent else name for name in names if name not in outside)
     return tuple(dict.fromkeys(planned)), notes
-
-
-def _policy(args: Any, config: Any) -> PolicyOptions:
-    """Return the plan options of a training with these flags.
-
-    Its host memory is that of another machine, so a limit applies only if it is given.
-    """
-    own = OffloadConfig.of(args)
-    model = SimpleNamespace(**{**defaults_of_later_options(), **vars(config)})
-    options = PassPolicy.of(model).applied_to(own.policy_options())
-    return replace(options, host_memory_limit_bytes=own.offload_host_memory_limit_bytes)
 
 
 def _shape(args: Any, config: Any) -> ModelShape:

@@ -14,7 +14,7 @@ both keep it on the device, so all shapes depend only on the layer's number of t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Optional
 
@@ -99,7 +99,10 @@ class SyncFreeGroupedLinear(torch.nn.Module):
         self.weight.tensor_model_parallel = False  # type: ignore[attr-defined]
         self._fuses_accumulation = bool(config.gradient_accumulation_fusion)
         if config.perform_initialization:
-            with contextlib.nullcontext() if on_cpu else _expert_random_numbers():
+            # megatron-core's random state for experts.
+            name, tracker = get_expert_parallel_rng_tracker_name(), get_cuda_rng_tracker()
+            has_state = not on_cpu and tracker.is_initialized()
+            with tracker.fork(name) if has_state else contextlib.nullcontext():
                 for weight in self.weight.detach():
                     init_method(weight)
         self.register_state_dict_post_hook(_name_by_expert)
@@ -151,7 +154,10 @@ class SyncFreeGroupedLinear(torch.nn.Module):
                 "singleton_local_shards=True is not supported with moe_sync_free_experts because "
                 "the weights of all experts are one parameter; set singleton_local_shards=False"
             )
-        places = self._places(sharded_offsets)
+        group, number, axis = self._groups.ep, self.num_local_experts, len(sharded_offsets)
+        first, total = group.rank() * number, group.size() * number
+        # Axis, position and number of positions of each local expert.
+        places = [(*sharded_offsets, (axis, first + index, total)) for index in range(number)]
         replica = (0, 0, self._groups.expt_dp.rank())
         key = f"{prefix}weight"
         build = partial(_shards, places=places, is_gated=self._is_gated)
@@ -165,13 +171,6 @@ class SyncFreeGroupedLinear(torch.nn.Module):
                 None, name, place, replica_id=replica
             )
         return state
-
-    def _places(self, sharded_offsets: tuple[tuple[int, int, int], ...]) -> list[Any]:
-        """Return shard offsets for each local expert: axis, position, number of positions."""
-        group, number = self._groups.ep, self.num_local_experts
-        first, total = group.rank() * number, group.size() * number
-        axis = len(sharded_offsets)
-        return [(*sharded_offsets, (axis, first + index, total)) for index in range(number)]
 
 
 def _shards(
@@ -209,17 +208,6 @@ def _join_by_expert(module: Any, state: dict[str, Any], prefix: str, *_: Any) ->
     names = [f"{prefix}weight{index}" for index in range(count)]
     if all(name in state for name in names):
         state[f"{prefix}weight"] = torch.stack([state.pop(name) for name in names])
-
-
-@contextlib.contextmanager
-def _expert_random_numbers() -> Iterator[None]:
-    """Use megatron-core's random state for experts, to initialise them in this context."""
-    tracker = get_cuda_rng_tracker()
-    if not tracker.is_initialized():
-        yield
-        return
-    with tracker.fork(get_expert_parallel_rng_tracker_name()):
-        yield
 
 
 class SyncFreeGroupedMLP(TEGroupedMLP):

@@ -38,7 +38,12 @@ def load(config: Optional[OffloadConfig] = None) -> None:
     if effective.offload_engine == "megatron":
         logger.info("offload_engine='megatron': the engine of megatron-core stays")
         return
-    install.install_at_first_call(config, _check_process)
+
+    def check_process() -> None:
+        # Transformer Engine may be about to offload weights, too.
+        require(preflight.check_process(preflight.collect(), offloading=True))
+
+    install.install_at_first_call(config, check_process)
     logger.debug("ready for models with fine_grained_activation_offloading=True")
 
 
@@ -46,8 +51,3 @@ def config_from_arguments(args: Any) -> Optional[OffloadConfig]:
     """Return Slipstream's settings from megatron's arguments; None if they are not among them."""
     has_all = all(hasattr(args, field.name) for field in dataclasses.fields(OffloadConfig))
     return OffloadConfig.of(args) if has_all else None
-
-
-def _check_process() -> None:
-    """Refuse a Transformer Engine that would offload weights, too, before the first model runs."""
-    require(preflight.check_process(preflight.collect(), offloading=True))

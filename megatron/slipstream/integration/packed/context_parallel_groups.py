@@ -38,12 +38,8 @@ def context_parallel_groups(limits: RankLimits) -> ContextParallelGroups:
     """
     global _groups
     everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if _groups is None or _groups.everyone is not everyone:
-        _groups = _make_groups(everyone, limits)
-    return _groups
-
-
-def _make_groups(everyone: Group, limits: RankLimits) -> ContextParallelGroups:
+    if _groups is not None and _groups.everyone is everyone:
+        return _groups
     _check_order(everyone, limits)
     lists: list[Any] = [None] * torch.distributed.get_world_size()
     mine = torch.distributed.get_process_group_ranks(everyone)
@@ -53,7 +49,8 @@ def _make_groups(everyone: Group, limits: RankLimits) -> ContextParallelGroups:
     of_size = {size: _of_size(size, everyone, distinct) for size in limits.sizes}
     for group in of_size.values():
         _open_connections(group)
-    return ContextParallelGroups(everyone, of_size)
+    _groups = ContextParallelGroups(everyone, of_size)
+    return _groups
 
 
 def _check_order(everyone: Group, limits: RankLimits) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
@@ -27,40 +28,32 @@ DEFAULT_INTERVAL = 100
 """Iterations between two writings."""
 
 
+@dataclass
 class RunFiles:
-    """Writes the files of one rank.
+    """Writes the files of one rank."""
 
-    ``config`` names report and trace, which ``engine`` (the module ``install``, or None) gives.
-    A monitor writes the run record. The interval is in iterations; 0: only at the end.
-    """
-
-    def __init__(
-        self,
-        config: OffloadConfig,
-        rank: int,
-        engine: Any,
-        record_path: Optional[str] = None,
-        interval: int = DEFAULT_INTERVAL,
-    ) -> None:
-        self._record_path = record_path
-        self._interval = interval
-        self._config = config
-        self._rank = rank
-        self._engine = engine
-        self._written: list[str] = []
+    config: OffloadConfig
+    """Names report and trace."""
+    rank: int
+    engine: Any
+    """The module ``install``; None to write the run record only, which a monitor writes."""
+    record_path: Optional[str] = None
+    interval: int = DEFAULT_INTERVAL
+    """Iterations between two writings; 0 to write only at the end."""
+    _written: list[str] = field(default_factory=list, init=False)
 
     def write_between(self, monitor: Optional[Monitor], num_done: int) -> None:
         """Write this rank's files if ``num_done`` completes an interval. Not a collective.
 
         The report page is not written, since that takes long.
         """
-        if self._interval and num_done % self._interval == 0:
+        if self.interval and num_done % self.interval == 0:
             self._write_own(monitor, is_end=False)
 
     def write(self, monitor: Monitor) -> None:
         """Log the report and write the files after all ranks end normally. A collective."""
-        report = None if self._engine is None else self._engine.gather_report()
-        if report is not None and self._rank == 0:
+        report = None if self.engine is None else self.engine.gather_report()
+        if report is not None and self.rank == 0:
             logger.info("%s", report.render())
         self._write_own(monitor, is_end=True, report=report)
         self._log_written()
@@ -71,7 +64,7 @@ class RunFiles:
         Raises nothing, so that the exception that ends training is shown.
         """
         try:
-            report = None if self._engine is None else self._engine.report()
+            report = None if self.engine is None else self.engine.report()
             self._write_own(monitor, is_end=False, report=report)
         except Exception:
             logger.exception("the files of the training are incomplete")
@@ -82,14 +75,14 @@ class RunFiles:
     ) -> None:
         """Write this rank's files; with ``report`` the first rank also writes its page."""
         self._written.clear()
-        config, engine = self._config, self._engine
+        config, engine = self.config, self.engine
         if engine is not None and config.offload_report_path is not None:
             self._save_report(config.offload_report_path, report)
         if engine is not None and config.offload_trace_path is not None:
             with self._writing("offload_trace_path", config.offload_trace_path) as path:
                 engine.save_trace(path)
-        if self._record_path is not None and monitor is not None:
-            with self._writing("run_record_path", self._record_path) as path:
+        if self.record_path is not None and monitor is not None:
+            with self._writing("run_record_path", self.record_path) as path:
                 monitor.save(path, is_end)
 
     def _save_report(self, given: str, report: Optional[Report]) -> None:
@@ -97,17 +90,17 @@ class RunFiles:
         option = "offload_report_path"
         if Path(given).suffix not in PAGE_SUFFIXES:
             with self._writing(option, given) as path:
-                self._engine.report().save(path)
-        elif self._rank == 0 and report is not None:
+                self.engine.report().save(path)
+        elif self.rank == 0 and report is not None:
             from megatron.slipstream.report_page.page import save_page
 
             with self._writing(option, given):
-                save_page(given, report, self._engine.plans())
+                save_page(given, report, self.engine.plans())
 
     @contextlib.contextmanager
     def _writing(self, option: str, given: str) -> Iterator[str]:
         """Yield the path of a file to write, for this rank; log errors."""
-        path = rank_path(given, self._rank)
+        path = rank_path(given, self.rank)
         try:
             yield path
         except OSError as error:
@@ -118,7 +111,7 @@ class RunFiles:
             self._written.append(f"{option}={path}")
 
     def _log_written(self) -> None:
-        if self._written and self._rank == 0:
+        if self._written and self.rank == 0:
             logger.info("written: %s", ", ".join(self._written))
 
 
