@@ -34,7 +34,7 @@ from megatron.slipstream.integration.entry import arguments
 from megatron.slipstream.integration.graphs import goals
 from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.launcher import launcher_number
-from megatron.slipstream.options import datasets, preflight
+from megatron.slipstream.options import datasets, model, preflight, rules
 from megatron.slipstream.options.budget import BUDGET_RULES
 from megatron.slipstream.options.chunk_graphs import CHUNK_GRAPH_RULES
 from megatron.slipstream.options.context_parallel import check_dynamic_context_parallel
@@ -42,22 +42,7 @@ from megatron.slipstream.options.engine import RULES
 from megatron.slipstream.options.experts import EXPERT_RULES
 from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.fields import OffloadConfig, OffloadOptions
-from megatron.slipstream.options.model import (
-    CHECKPOINT_RULES,
-    check_model_options,
-    check_options_in_graphs,
-    modules_at_the_edge_of_graphs,
-    moves_in_layer_graphs,
-)
 from megatron.slipstream.options.packing import check_corpora, check_packing
-from megatron.slipstream.options.rules import (
-    Finding,
-    check_by,
-    check_rules,
-    finding_of,
-    given_flags,
-    require,
-)
 from megatron.slipstream.options.tiles import TILE_RULES
 from megatron.slipstream.options.training import (
     MACHINE_RULES,
@@ -79,7 +64,7 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
     """
     # A broken Transformer Engine breaks the import of megatron-core; report it first.
     facts = preflight.collect()
-    require(preflight.check_process(facts, offloading=False))
+    rules.require(preflight.check_process(facts, offloading=False))
     if not torch.cuda.is_available():
         # Megatron warns at import about every GPU package that is absent, and torch's data loader
         # about memory it cannot pin; without a GPU both are expected.
@@ -91,11 +76,11 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
         cpu_only.tolerate_missing_affinity_tools()
     arguments.apply_tokenizer(args)
     before = check_options(args, argv)
-    require(before)
-    require(check_run(args))
-    require(preflight.check_process(facts, args.fine_grained_activation_offloading))
-    if moves_in_layer_graphs(args):
-        require(preflight.check_graphs(facts))
+    rules.require(before)
+    rules.require(check_run(args))
+    rules.require(preflight.check_process(facts, args.fine_grained_activation_offloading))
+    if model.moves_in_layer_graphs(args):
+        rules.require(preflight.check_graphs(facts))
     if args.cuda_graph_granularity == "chunk":
         from megatron.slipstream.integration.graphs.chunks import prepare_arguments
 
@@ -109,7 +94,7 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
             load_args_from_checkpoint(args)
     validate(args)
     # Check again: options may come from a checkpoint, or have been given by former names.
-    require(f for f in check_options(args) if f not in before)
+    rules.require(f for f in check_options(args) if f not in before)
     from megatron.training.global_vars import set_global_variables
 
     set_global_variables(args)
@@ -160,7 +145,7 @@ class Checked(NamedTuple):
     """Arguments as megatron parsed and completed them; None if it failed."""
     num_processes: int = 1
     """Number of processes that the flags were checked for."""
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[rules.Finding, ...] = ()
 
 
 def check_flags(flags: Sequence[str], num_processes: Optional[int] = None) -> Checked:
@@ -181,8 +166,8 @@ def check_flags(flags: Sequence[str], num_processes: Optional[int] = None) -> Ch
             defaults = arguments.defaults_of_machine(flags)
             args = parse_for(flags, num_processes, defaults)
         except ValueError as error:
-            return Checked(None, findings=(finding_of(error),))
-        findings = check_by(lambda: arguments.apply_tokenizer(args), "tokenizer_json")
+            return Checked(None, findings=(rules.finding_of(error),))
+        findings = rules.check_by(lambda: arguments.apply_tokenizer(args), "tokenizer_json")
         findings += check_options(args, flags) + check_run(args)
         refusal = _refusal_of_megatron(args)
         # An error in the findings, which includes a fix, may name the same option.
@@ -259,39 +244,39 @@ def as_in_training(**variables: str) -> Iterator[None]:
 # Findings
 
 
-def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
+def check_options(args: Any, argv: Sequence[str] = ()) -> list[rules.Finding]:
     """Return findings about parsed options, on any machine; ``argv`` are their flags."""
     has_gpu = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if has_gpu else None
     facts = Facts(args, has_gpu=has_gpu, capability=capability)
-    at_the_edge = ", ".join(modules_at_the_edge_of_graphs(facts))
+    at_the_edge = ", ".join(model.modules_at_the_edge_of_graphs(facts))
     return [
         *compat.check_release(facts),
-        *check_model_options(facts),
-        *check_rules((*CHECKPOINT_RULES, *BUDGET_RULES, *RULES), facts),
+        *model.check_model_options(facts),
+        *rules.check_rules((*model.CHECKPOINT_RULES, *BUDGET_RULES, *RULES), facts),
         *check_packing(facts),
         *check_dynamic_context_parallel(facts),
-        *check_rules((*EXPERT_RULES, *TILE_RULES, *CHUNK_GRAPH_RULES), facts),
+        *rules.check_rules((*EXPERT_RULES, *TILE_RULES, *CHUNK_GRAPH_RULES), facts),
         *([STAYS.found(names=at_the_edge)] if at_the_edge else []),
-        *check_options_in_graphs(facts),
+        *model.check_options_in_graphs(facts),
         *_unused_flags(args, argv),
     ]
 
 
-def check_run(args: Any) -> list[Finding]:
+def check_run(args: Any) -> list[rules.Finding]:
     """Return findings that prevent training on this machine: devices, data, files."""
     facts = Facts(args, has_gpu=torch.cuda.is_available())
-    findings = check_rules((*MACHINE_RULES, *SCHEDULE_RULES), facts)
+    findings = rules.check_rules((*MACHINE_RULES, *SCHEDULE_RULES), facts)
     findings += _check_data(args)
     options = ("offload_report_path", "offload_trace_path", "run_record_path")
     paths = {name: Path(getattr(args, name)) for name in options if getattr(args, name) is not None}
-    findings += check_by(partial(require_distinct, paths))
+    findings += rules.check_by(partial(require_distinct, paths))
     for option, path in paths.items():
-        findings += check_by(partial(require_writable, option, path), option)
+        findings += rules.check_by(partial(require_writable, option, path), option)
     return findings
 
 
-def _unused_flags(args: Any, argv: Sequence[str]) -> list[Finding]:
+def _unused_flags(args: Any, argv: Sequence[str]) -> list[rules.Finding]:
     """Return a finding about flags without effect: offloading is off, or another engine's.
 
     Not an error: users leave flags in place to compare training with and without offloading, or
@@ -305,16 +290,16 @@ def _unused_flags(args: Any, argv: Sequence[str]) -> list[Finding]:
         options.remove("offload_engine")
     else:
         return []
-    given = given_flags(argv)
+    given = rules.given_flags(argv)
     unused = [name for name in options if "--" + name.replace("_", "-") in given]
     return [rule.found(names=", ".join(unused))] if unused else []
 
 
-def _check_data(args: Any) -> list[Finding]:
+def _check_data(args: Any) -> list[rules.Finding]:
     try:
         blends = dataset_prefixes(args)
     except ValueError as error:
-        return [finding_of(error, "data_path")]
+        return [rules.finding_of(error, "data_path")]
     # The range of token IDs is known here only for the tokenizer of preprocessed text.
     vocab_size = args.vocab_size if args.tokenizer_type == "NullTokenizer" else None
     findings = check_corpora(args, blends)

@@ -30,21 +30,10 @@ from megatron.slipstream.fine_grained_activation_offload.pass_policy import Pass
 from megatron.slipstream.integration.cpu import cpu_only
 from megatron.slipstream.integration.entry import arguments, checks
 from megatron.slipstream.integration.seam.compat import defaults_of_later_options
-from megatron.slipstream.options import preflight
+from megatron.slipstream.options import preflight, rules
 from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.options.modules import OF_LATENT_ATTENTION, OUTSIDE_LAYERS
-from megatron.slipstream.options.rules import (
-    Accepted,
-    Condition,
-    Predicate,
-    Rule,
-    always,
-    check_rules,
-    is_one_of,
-    option_rule,
-    require,
-)
 
 
 def configured_by_flags(
@@ -74,11 +63,11 @@ def configured_by_flags(
         cpu_only.install_training_shims()
         args = checks.parse_for(flags, num_processes)
         arguments.apply_tokenizer(args)
-        require(checks.check_options(args))
+        rules.require(checks.check_options(args))
         config = _config(args)
     # The configuration's values where they are set, else the arguments'.
     of_config = {name: value for name, value in vars(config).items() if value}
-    require(check_rules(PLAN_RULES, Facts(args, of_config, state_gib=state_gib)))
+    rules.require(rules.check_rules(PLAN_RULES, Facts(args, of_config, state_gib=state_gib)))
     return _configured(args, config, num_micro_batches)
 
 
@@ -131,7 +120,7 @@ def _as_with_transformer_engine(args: Any) -> Iterator[dict[str, Any]]:
         utils._te_version = before
 
 
-_unsupported = Condition("with a plan from flags", always)
+_unsupported = rules.Condition("with a plan from flags", rules.always)
 _NOT_MODELLED = """
     heterogeneous_layers_config_path experimental_attention_variant attention_output_gate
         qk_l2_norm fp32_residual_connection cpu_offloading moe_expert_capacity_factor
@@ -147,22 +136,22 @@ _NOT_MODELLED = """
 """Options that change what layers save."""
 
 
-def _not_modelled(option: str, accepts: Accepted = None) -> Rule:
+def _not_modelled(option: str, accepts: rules.Accepted = None) -> rules.Rule:
     return _unsupported(option, "what its layers save is not modelled", accepts=accepts)
 
 
-def _is_at_most_1(option: str) -> Predicate:
+def _is_at_most_1(option: str) -> rules.Predicate:
     return lambda facts: (getattr(facts, option) or 1) <= 1
 
 
-STATE_RULES = Condition("with a plan from flags", lambda f: f.state_gib is None).rows(
+STATE_RULES = rules.Condition("with a plan from flags", lambda f: f.state_gib is None).rows(
     """
     use_megatron_fsdp use_torch_fsdp2 fp4_param_gather freeze_all_layers optimizer fp8_param_gather
         num_distributed_optimizer_instances gtp_weight_remat_size expert_gtp_weight_remat_size:
         state is planned as 16-bit weights, their gradients and Adam's state;
         set --state-gib to the GiB of weights, gradients and optimizer on a rank
     """,
-    optimizer=is_one_of("optimizer", ("adam",)),
+    optimizer=rules.is_one_of("optimizer", ("adam",)),
     fp8_param_gather=lambda f: not f.fp8_param_gather or f.fp8_recipe == "mxfp8",
     num_distributed_optimizer_instances=_is_at_most_1("num_distributed_optimizer_instances"),
     gtp_weight_remat_size=_is_at_most_1("gtp_weight_remat_size"),
@@ -175,7 +164,7 @@ def _has_letter(facts: Any, letter: str) -> bool:
     return letter in (facts.hybrid_layer_pattern or "")
 
 
-PLAN_RULES: tuple[Rule, ...] = (
+PLAN_RULES: tuple[rules.Rule, ...] = (
     *_unsupported.rows(
         """
         hybrid_layer_pattern: what D (sparse attention) saves is not modelled; plan a recorded
@@ -235,7 +224,7 @@ PLAN_RULES: tuple[Rule, ...] = (
         ),
     ),
     *STATE_RULES,
-    option_rule(
+    rules.option_rule(
         "vocab_size",
         lambda f: getattr(f, "padded_vocab_size", None) is None,
         lambda f: f.vocab_size is not None,
