@@ -31,11 +31,8 @@ MAX_NAMED = 6
 """Maximum number of groups listed by name."""
 
 
-class Observation(NamedTuple):
-    """A finding about one rank, with the rank's figures."""
-
-    finding: Finding
-    detail: str
+Observation = tuple[Finding, str]
+"""A finding about one rank, with the rank's figures."""
 
 
 class RunFinding(NamedTuple):
@@ -89,11 +86,11 @@ def next_step(report: Report) -> str:
 
 
 def _problem(message: str, detail: str, cure: str) -> Observation:
-    return Observation(Finding("warning", message, cure), detail)
+    return Finding("warning", message, cure), detail
 
 
 def _note(message: str, detail: str, cure: str) -> Observation:
-    return Observation(Finding("note", message, cure), detail)
+    return Finding("note", message, cure), detail
 
 
 def _warnings(rank: RankReport) -> Iterator[Observation]:

@@ -29,17 +29,14 @@ class MicroBatches:
         """Whether more have been in flight than known."""
         self._sizes: dict[int, float] = {}
         """For each virtual stage, the largest that is known."""
-        self._num_in_flight = self._most_in_flight = 0
+        self._num_in_flight = 0
+        self.most_in_flight = 0
+        """The most in flight for which settings were chosen."""
         self._sees_more = False
         """Whether more are in flight in this iteration than known."""
         self.has_backward = False
         """Whether the gradient of an output has come in this iteration."""
         self._iteration = 0
-
-    @property
-    def num_in_flight(self) -> int:
-        """The most in flight for which settings were chosen."""
-        return self._most_in_flight
 
     def begin(self) -> None:
         """Begin an iteration."""
@@ -72,8 +69,8 @@ class MicroBatches:
         """Return whether with the coming one more are in flight than known."""
         number = self._num_in_flight + 1
         if is_measured:
-            self._most_in_flight = max(self._most_in_flight, number)
-        is_more = number > self._most_in_flight
+            self.most_in_flight = max(self.most_in_flight, number)
+        is_more = number > self.most_in_flight
         self._sees_more |= is_more
         return is_more
 

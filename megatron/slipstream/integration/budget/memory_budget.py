@@ -38,6 +38,7 @@ from megatron.slipstream.integration.layers.layer_boundaries import LayerBoundar
 from megatron.slipstream.integration.seam.model_router import stage_of
 from megatron.slipstream.plan.layer_visits import Place, RankLayer
 from megatron.slipstream.plan.relaxation import Limits, NothingFitsError, Relaxation, Stage
+from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.settings import describe_setting
 
 PEAK = "iteration"
@@ -191,7 +192,8 @@ class MemoryBudget:
         """Give the layers the assignment of the coming iteration."""
         relaxation, engine = self.relaxation, self._engine
         if engine.store.backend.memory() is None:
-            self._messages.not_followed(engine.store.backend.name)
+            if engine.report.rank == 0:
+                self._messages.warn("blind", backend=engine.store.backend.name)
             self._is_blind = True
             layer_settings.apply(relaxation.frugal, self._chunks)
             return
@@ -225,7 +227,8 @@ class MemoryBudget:
             before_bytes = self._limits.allowed_bytes
             left_bytes = self._limits.shrunk(self._limits.find(self._chunks, 0), self._ranks)
             if left_bytes is not None:
-                self._messages.less(left_bytes, before_bytes)
+                left, before = format_bytes(max(0, left_bytes)), format_bytes(before_bytes)
+                self._messages.warn("less", left=left, before=before)
                 self._choose_again(relaxation)
 
     def _start_over(self) -> None:
@@ -333,9 +336,9 @@ class MemoryBudget:
             return
         if is_one_more or (share > 1 and needed * share > self._limits.allowed_bytes):
             if is_one_more:
-                self._messages.more(self._batches.num_in_flight)
+                self._messages.warn("more", self._batches.most_in_flight)
             else:
-                self._messages.larger(share)
+                self._messages.warn("larger", share=share)
             self._make_frugal(chunk)
             return
         self._has_fitted = True
@@ -357,7 +360,9 @@ class MemoryBudget:
 
         The settings of later iterations are chosen for a device that ends where it did.
         """
-        self._messages.repeated(shape_of(chunk, tensors) or (0, 0), tried_bytes)
+        length, batch = shape_of(chunk, tensors) or (0, 0)
+        tried = format_bytes(tried_bytes)
+        self._messages.warn("ran out", length=length, batch=batch, tried=tried)
         relaxation = self.relaxation
         if not self._is_blind and relaxation.stage is not Stage.FRUGAL:
             self._limits.end_at(self._engine.store.backend.peak_bytes(PEAK))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from typing import Any
+from typing import Optional
 
 import torch
 
@@ -19,6 +19,27 @@ from megatron.slipstream.plan.settings import describe_setting
 logger = logging.getLogger(__name__)
 
 
+_WARNINGS = {
+    "blind": "activation_memory_budget={budget} is not followed, because backend {backend} does "
+    "not count device memory: every layer is recomputed, and all that may moves; leave "
+    "activation_memory_budget out, or train on a GPU",
+    "larger": "a micro-batch is {share:.2f} times as large as any before, so that with the "
+    "settings chosen for activation_memory_budget={budget} it would not fit: every layer is "
+    "recomputed for it, and for others like it",
+    "more": "more micro-batches are in flight than the {number} for which settings were chosen "
+    "within activation_memory_budget={budget}: every layer is recomputed for those beyond, and "
+    "settings are chosen again from the next iteration on",
+    "less": "{left} are left for activations by activation_memory_budget={budget}, after {before} "
+    "when settings were chosen (an optimizer's first step may have come late): they are chosen "
+    "again",
+    "ran out": "device memory ran out in the forward of a micro-batch of {batch} x {length} tokens "
+    "within activation_memory_budget={budget}: what it had saved is freed, every layer is "
+    "recomputed until the iteration ends, and the forward is repeated ({tried} were asked for); "
+    "settings are then chosen for less memory",
+}
+"""Warnings by the event."""
+
+
 class Messages:
     """Warnings, each given once, and errors. Shapes are sequence length and batch."""
 
@@ -27,62 +48,12 @@ class Messages:
         self._rank = rank
         self._told: set[object] = set()
 
-    def _warn(self, key: object, text: str, *values: Any) -> None:
-        if key not in self._told:
-            logger.warning("rank %d: %s", self._rank, text % values)
-        self._told.add(key)
-
-    def not_followed(self, backend: str) -> None:
-        """Warn on the first rank that the backend does not count memory."""
-        if self._rank == 0:
-            self._warn(
-                "blind",
-                "activation_memory_budget=%s is not followed, because backend %s does not count "
-                "device memory: every layer is recomputed, and all that may moves; leave "
-                "activation_memory_budget out, or train on a GPU",
-                *(self._budget, backend),
-            )
-
-    def larger(self, share: float) -> None:
-        """Warn that a micro-batch is larger than those for which settings were chosen."""
-        self._warn(
-            "larger",
-            "a micro-batch is %.2f times as large as any before, so that with the settings chosen "
-            "for activation_memory_budget=%s it would not fit: every layer is recomputed for it, "
-            "and for others like it",
-            *(share, self._budget),
-        )
-
-    def more(self, number: int) -> None:
-        """Warn that more micro-batches are in flight than those for which settings were chosen."""
-        self._warn(
-            number,
-            "more micro-batches are in flight than the %d for which settings were chosen within "
-            "activation_memory_budget=%s: every layer is recomputed for those beyond, and settings "
-            "are chosen again from the next iteration on",
-            *(number, self._budget),
-        )
-
-    def less(self, allowed_bytes: int, before_bytes: int) -> None:
-        """Warn that less memory is left for activations than when settings were chosen."""
-        self._warn(
-            "less",
-            "%s are left for activations by activation_memory_budget=%s, after %s when settings "
-            "were chosen (an optimizer's first step may have come late): they are chosen again",
-            *(format_bytes(max(0, allowed_bytes)), self._budget, format_bytes(before_bytes)),
-        )
-
-    def repeated(self, shape: tuple[int, int], tried_bytes: int) -> None:
-        """Warn that memory ran out in a forward, which is repeated."""
-        length, batch = shape
-        self._warn(
-            "ran out",
-            "device memory ran out in the forward of a micro-batch of %d x %d tokens within "
-            "activation_memory_budget=%s: what it had saved is freed, every layer is recomputed "
-            "until the iteration ends, and the forward is repeated (%s were asked for); settings "
-            "are then chosen for less memory",
-            *(batch, length, self._budget, format_bytes(tried_bytes)),
-        )
+    def warn(self, event: str, number: Optional[int] = None, **values: object) -> None:
+        """Warn of an event of :data:`_WARNINGS`, with its values, once for each number."""
+        if (event, number) not in self._told:
+            text = _WARNINGS[event].format(budget=self._budget, number=number, **values)
+            logger.warning("rank %d: %s", self._rank, text)
+        self._told.add((event, number))
 
     def settled(self, relaxation: Relaxation, limits: Limits) -> None:
         """Log what was chosen."""

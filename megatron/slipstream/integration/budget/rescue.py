@@ -18,7 +18,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Optional, Protocol
 
 import torch
@@ -156,14 +156,8 @@ _LOGS = (
 """Classes whose ``tracker`` collects losses for logs."""
 
 
-@dataclass
-class _Watched:
-    """Modules below a chunk that have state; the chunk itself only by a weak reference."""
-
-    buffers: list[tuple[str, torch.nn.Module]] = field(default_factory=list)
-    firsts: list[torch.nn.Module] = field(default_factory=list)
-
-
+_Watched = tuple[list[tuple[str, torch.nn.Module]], list[torch.nn.Module]]
+"""Modules below a chunk with buffers, and with :data:`_FIRST`."""
 _watched: weakref.WeakKeyDictionary[torch.nn.Module, _Watched] = weakref.WeakKeyDictionary()
 
 
@@ -171,12 +165,16 @@ class ForwardState:
     """What a pass through a chunk may change, as it is before the pass."""
 
     def __init__(self, chunk: torch.nn.Module, inputs: Any) -> None:
-        watched = _modules_of(chunk)
+        if chunk not in _watched:
+            modules = [pair for pair in chunk.named_modules() if pair[1] is not chunk]
+            with_buffers = [pair for pair in modules if pair[1]._buffers]
+            _watched[chunk] = with_buffers, [one for _, one in modules if _FIRST in vars(one)]
+        of_buffers, firsts = _watched[chunk]
         self._inputs = [(tensor, _version(tensor)) for tensor in _tensors(inputs)]
-        self._firsts = [(module, vars(module)[_FIRST]) for module in watched.firsts]
+        self._firsts = [(module, vars(module)[_FIRST]) for module in firsts]
         self._counters: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
         self._buffers: list[tuple[str, torch.nn.Module, str, torch.Tensor, Optional[int]]] = []
-        for path, module in watched.buffers:
+        for path, module in of_buffers:
             for name, buffer in module._buffers.items():
                 if buffer is not None and name in _COUNTERS:
                     self._counters.append((module, name, buffer))
@@ -233,20 +231,6 @@ class ForwardState:
                 for name, state, value in self._states
             }
             mcore_random.get_cuda_rng_tracker().set_states(states)
-
-
-def _modules_of(chunk: torch.nn.Module) -> _Watched:
-    watched = _watched.get(chunk)
-    if watched is None:
-        watched = _watched[chunk] = _Watched()
-        for path, module in chunk.named_modules():
-            if module is chunk:
-                continue
-            if module._buffers:
-                watched.buffers.append((path, module))
-            if _FIRST in vars(module):
-                watched.firsts.append(module)
-    return watched
 
 
 def _logs() -> Iterator[dict[str, Any]]:

@@ -132,7 +132,13 @@ def _divide_mlps(model: torch.nn.Module, options: TileOptions) -> Iterator[str]:
         tiling = Tiling.of(asked, bytes_per_token)
         if tiling is None:
             return
-        _check_no_dropout(mlp)
+        for name, module in mlp.named_modules():
+            if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
+                raise ValueError(
+                    f"dropout inside an MLP ({name}, {module.p}) is not supported with "
+                    "mlp_sequence_tiles because it would draw other numbers when backward computes "
+                    "a tile again; set its probability to 0, or mlp_sequence_tiles=1"
+                )
         convert(mlp, mixin)
         mlp.tiling = tiling
         yield _said(f"mlp_sequence_tiles={asked}, {type(mlp).__name__}", tiling, bytes_per_token)
@@ -150,16 +156,6 @@ def _bytes_inside(mlp: Any) -> int:
         bool(config.gated_linear_unit),
         is_fused,
     )
-
-
-def _check_no_dropout(mlp: torch.nn.Module) -> None:
-    for name, module in mlp.named_modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise ValueError(
-                f"dropout inside an MLP ({name}, {module.p}) is not supported with "
-                "mlp_sequence_tiles because it would draw other numbers when backward computes a "
-                "tile again; set its probability to 0, or mlp_sequence_tiles=1"
-            )
 
 
 class _Tiled:
