@@ -94,10 +94,7 @@ ONE_SIZE = Rule(
 
 
 def check_dynamic_context_parallel(options: Any) -> list[Finding]:
-    """Check the arguments of dynamic context parallelism; ``check_packing`` those of packing.
-
-    The options have ``data_parallel_size`` once megatron has computed it.
-    """
+    """Check the arguments of dynamic context parallelism; ``check_packing`` those of packing."""
     facts = Facts.of(options)
     findings = check_rules(DYNAMIC_RULES, facts)
     if findings or not (_is_on(facts) and facts.data_parallel_size):

@@ -164,11 +164,7 @@ def _check_types(config: OffloadConfig) -> None:
 
 
 def check_type(name: str, value: object, expected: Any) -> None:
-    """Check the type of an argument in the same way as settings.
-
-    Raises:
-        ValueError: The value has another type.
-    """
+    """Check the type of an argument as those of settings are; raise ``ValueError`` for another."""
     from pydantic import TypeAdapter
 
     _check_value(name, value, TypeAdapter(expected))
@@ -217,21 +213,13 @@ parse_tiles = number_or_auto(int, "an integer")
 
 
 def parse_percent(text: str) -> float:
-    """Parse an overhead limit from the command line: a number or 'auto'.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is neither.
-    """
+    """Parse an overhead limit from the command line: :func:`number_or_auto`."""
     percent = number_or_auto(float, "a number")(text)
     return AUTO_OVERHEAD_PERCENT if percent == "auto" else percent
 
 
 def check_is_config(config: object) -> None:
-    """Check that the value is a configuration.
-
-    Raises:
-        ValueError: It is not an :class:`OffloadConfig`.
-    """
+    """Raise ``ValueError`` unless the value is an :class:`OffloadConfig`."""
     if not isinstance(config, OffloadConfig):
         raise ValueError(f"config={config!r} is no OffloadConfig; give OffloadConfig(...), or none")
 

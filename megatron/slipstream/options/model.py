@@ -370,10 +370,7 @@ CHECKPOINTS_IN_GRAPHS = Rule(
 
 
 def check_options_in_graphs(options: Any, **more: Any) -> list[Finding]:
-    """Return a warning for each option that does nothing inside the CUDA graphs that are chosen.
-
-    ``has_gpu`` is whether graphs are captured, or imitated.
-    """
+    """Return a warning for each option that does nothing inside the CUDA graphs that are chosen."""
     facts = Facts.of(options, **more)
     findings = check_rules(GRAPH_RULES, facts)
     if _in_graphs_of_layers(facts) and facts.offload_checkpoint_inputs:

@@ -70,10 +70,7 @@ def _lacks_layers(facts: Any, letters: str) -> bool:
 def _refused(
     names: Iterable[str], when: Predicate, where: str, because: str, cure: str = ""
 ) -> Rule:
-    """Return the rule that some modules cannot move under a condition.
-
-    ``where`` is the condition in words, and ``cure`` what else to set than other modules.
-    """
+    """Return the rule that some modules cannot move ``where`` a condition holds."""
     listed = sorted(names)
     return option_rule(
         "offload_modules",

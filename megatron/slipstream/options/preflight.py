@@ -117,10 +117,7 @@ def check_switch(facts: ProcessFacts) -> list[Finding]:
 
 
 def check_graphs(facts: ProcessFacts, is_packed: bool = False) -> list[Finding]:
-    """Check package versions for Transformer Engine's CUDA graphs.
-
-    Sequences are packed in them, or activations move in them.
-    """
+    """Check package versions for Transformer Engine's graphs, of packed or of moved activations."""
     rule, needed = (TOO_OLD_FOR_PACKS, "2.18") if is_packed else (TOO_OLD_FOR_GRAPHS, "2.14")
     found = facts.transformer_engine
     if found is None or Version(found) >= Version(needed):

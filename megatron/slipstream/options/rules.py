@@ -86,10 +86,7 @@ def option_rule(option: str, when: Predicate, requires: Predicate, message: str,
 def value_rule(
     option: str, holds: Callable[[Any], Any], fault: str, cure: str, when: Predicate = always
 ) -> Rule:
-    """Return the rule about one option's value alone.
-
-    The message is 'option=value' and the fault.
-    """
+    """Return the rule about one option's value alone: 'option=value' and the fault."""
     message = f"{option}={{{option}!r}} {fault}"
     return option_rule(option, when, lambda facts: holds(getattr(facts, option)), message, cure)
 

@@ -112,10 +112,7 @@ def _exists(path: str) -> bool:
 
 
 def replacing(replacement: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
-    """Decorate a function to be a patch: it is called with the original before its arguments.
-
-    What a patch is bound to comes before the original.
-    """
+    """Decorate a patch, which gets what it is bound to and the original before its arguments."""
 
     @functools.wraps(replacement)
     def replace(*bound: Any) -> Callable[..., Any]:

@@ -71,10 +71,7 @@ def restrict_autotune_configs(kernel: Any) -> Any:
 def whole_blocks(
     configs: Sequence[Any], arguments: Mapping[str, Any], **named: Any
 ) -> Sequence[Any]:
-    """Return configurations without a partly filled block; a single block checks its bounds.
-
-    The block size is ``BLOCK_H``; arguments of the kernel are by name.
-    """
+    """Return configurations without a partly filled block; a single block checks its bounds."""
     num_heads = {**arguments, **named}["head_num"]
     sizes = [config.kwargs["BLOCK_H"] for config in configs]
     return [

@@ -57,9 +57,6 @@ def check_expert_layout(
 
     The distributed optimizer saves flat buckets by default. Their sizes do not depend on the order
     of the parameters in them, so state of parameters in another order loads without an error.
-
-    Raises:
-        CheckpointRefusedError: The replacement is called for such a checkpoint.
     """
     # Other launchers do not save this option.
     was_on = vars(saved).get("moe_sync_free_experts")
@@ -86,9 +83,6 @@ def name_refusals(args: Any, load: Callable[..., Any], *arguments: Any, **option
     """Replace ``load_checkpoint``: a checkpoint that megatron refuses is an error with a cure.
 
     megatron asserts what differs, or prints and exits with 0, as if the training had ended.
-
-    Raises:
-        CheckpointRefusedError: The replacement is called for such a checkpoint.
     """
     with contextlib.redirect_stdout(_Heard(sys.stdout)) as heard:
         try:

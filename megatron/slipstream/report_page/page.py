@@ -111,12 +111,7 @@ def render_plan_page(plan: Plan, simulation: Simulation) -> str:
 
 
 def save_page(path: str | Path, report: Report, plans: Optional[Mapping[int, Plan]] = None) -> None:
-    """Write :func:`render_page`'s page atomically.
-
-    Raises:
-        ValueError: A plan's times or bandwidth are invalid.
-        OSError: The page cannot be written.
-    """
+    """Write :func:`render_page`'s page atomically; it may raise ``OSError``, too."""
     write_whole(path, render_page(report, plans).encode())
 
 

@@ -54,10 +54,7 @@ class MicroBatches:
         self._sizes = {stage: size * factor for stage, size in self._sizes.items()}
 
     def share_of(self, stage: int, size: float, is_measured: bool) -> float:
-        """Return the coming one's size as a share of the largest that is known of a virtual stage.
-
-        Settings will be chosen from this iteration if it is measured.
-        """
+        """Return the coming one's size as a share of the largest known of a virtual stage."""
         known = self._sizes.setdefault(stage, size)
         self.varies |= size != known
         if is_measured:

@@ -92,10 +92,7 @@ class Messages:
         because: str,
         is_frugal: bool,
     ) -> torch.OutOfMemoryError:
-        """Return the error for a forward that ran out of memory and is not repeated.
-
-        Activations used ``used_bytes``, and ``tried_bytes`` were asked for.
-        """
+        """Return the error for a forward that ran out of memory and is not repeated."""
         cures = _smaller_sizes(used_bytes / max(1, used_bytes + tried_bytes), shape)
         less_gib = math.floor((used_bytes - tried_bytes) / 2**30 * 100) / 100
         if less_gib > 0 and not is_frugal:

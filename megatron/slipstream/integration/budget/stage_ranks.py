@@ -106,10 +106,7 @@ class StageRanks:
         )
 
     def worst(self, lack: Optional[Lack]) -> Optional[Lack]:
-        """Return the largest lack of a rank; None if all fit, or if ranks are not asked.
-
-        A collective of all ranks of the model.
-        """
+        """Return the largest lack; None if all fit, or are not asked. A collective of all ranks."""
         for group in _groups() if self.is_asked else ():
             rows = [[0.0] * len(Lack._fields) for _ in range(group.size())]
             rows[group.rank()] = list(lack or rows[0])

@@ -183,11 +183,7 @@ def check_flags(flags: Sequence[str], num_processes: Optional[int] = None) -> Ch
 def parse_for(
     flags: Sequence[str], num_processes: Optional[int], defaults: Sequence[str] = ()
 ) -> Any:
-    """Parse the arguments for this number of processes; None for the minimum.
-
-    Raises:
-        ValueError: The flags cannot be parsed.
-    """
+    """Parse the arguments for this number of processes; None for the minimum."""
     args = arguments.parse(flags, defaults)
     # At least as many as both the dense and the expert group sizes divide.
     pipeline = args.pipeline_model_parallel_size
@@ -221,10 +217,7 @@ def _options_in(text: str) -> set[str]:
 
 @contextlib.contextmanager
 def as_in_training(**variables: str) -> Iterator[None]:
-    """Run megatron's code as in training, without output or lasting environment variables.
-
-    ``variables`` are those that a launcher sets in addition to the usual ones.
-    """
+    """Run megatron's code as in training and with ``variables``; no output, and nothing lasts."""
     usual = {"NVTE_CPU_OFFLOAD_V1": "1", "RANK": "0", "WORLD_SIZE": "1"}
     level, sink = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.CRITICAL)

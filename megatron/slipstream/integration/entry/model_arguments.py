@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Optional
+from unittest import mock
 
 from megatron.slipstream.estimate.gpus import FP8_RATE
 from megatron.slipstream.estimate.layers import (
@@ -90,10 +91,6 @@ def _config(args: Any) -> Any:
         ) from error
 
 
-_TRANSFORMER_ENGINE = "2.20.0"
-"""The release that a plan is for, if none is installed."""
-
-
 @contextmanager
 def _as_with_transformer_engine(args: Any) -> Iterator[dict[str, Any]]:
     """Let megatron validate for a machine with Transformer Engine, installed here or not.
@@ -111,13 +108,10 @@ def _as_with_transformer_engine(args: Any) -> Iterator[dict[str, Any]]:
 
     names = ("apply_rope_fusion", "moe_permute_fusion")
     fused = {name: getattr(args, name) for name in names}
-    before, utils._te_version = utils._te_version, Version(_TRANSFORMER_ENGINE)
     for name in names:
         setattr(args, name, False)
-    try:
+    with mock.patch.object(utils, "_te_version", Version("2.20.0")):
         yield fused
-    finally:
-        utils._te_version = before
 
 
 _unsupported = rules.Condition("with a plan from flags", rules.always)
@@ -226,7 +220,7 @@ PLAN_RULES: tuple[rules.Rule, ...] = (
     *STATE_RULES,
     rules.option_rule(
         "vocab_size",
-        lambda f: getattr(f, "padded_vocab_size", None) is None,
+        rules.always,
         lambda f: f.vocab_size is not None,
         "vocab_size is not set, so the size of the output layer is not known",
         "set --vocab-size, or --tokenizer-json",

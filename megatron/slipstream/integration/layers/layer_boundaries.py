@@ -180,10 +180,7 @@ class LayerBoundaries:
         return [least.get(index, 0) for index in range(len(self._layers))]
 
     def moved_bytes(self, plan: Plan) -> list[int]:
-        """Return, for each layer, the bytes of a micro-batch that move, on average.
-
-        The plan is one of iterations like the last one that was measured.
-        """
+        """Return, for each layer, the bytes of a micro-batch that move by a plan, on average."""
         moved: list[list[int]] = [[] for _ in self._layers]
         nbytes_of = {group.key: group.moved_nbytes for group in plan.groups}
         for layer, keys in self._groups_by_layer(plan.trace):

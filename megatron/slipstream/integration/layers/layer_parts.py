@@ -91,10 +91,7 @@ def decisions_of(layer: torch.nn.Module) -> Iterator[tuple[Decision, Any]]:
 
 
 def why_not(part: str, layer: Any, has_chunk_graphs: bool = False) -> str:
-    """Return why settings cannot change whether a part of a layer is recomputed; empty: they can.
-
-    ``has_chunk_graphs`` is whether its model chunk runs, or will run, as one graph.
-    """
+    """Return why settings cannot change whether a part is recomputed; empty if they can."""
     config = layer.config
     has_dropout = {
         WHOLE_LAYER: config.hidden_dropout or config.attention_dropout,

@@ -48,13 +48,7 @@ def missing_pass_arguments() -> tuple[int, ...]:
 
 
 def check_models_announce_passes() -> None:
-    """Check that models have the method which tells the engine that a pass begins.
-
-    Other language models lack it, and offload nothing.
-
-    Raises:
-        RuntimeError: It has moved.
-    """
+    """Raise ``RuntimeError`` if models lack the method that tells the engine of a pass."""
     for model in ("gpt.gpt_model.GPTModel", "hybrid.hybrid_model.HybridModel"):
         resolve(
             f"megatron.core.models.{model}.preprocess_for_fine_grained_offloading",
@@ -73,11 +67,7 @@ METHODS_OF_GRAPHED_LAYERS = (
 
 
 def check_layers_are_graphed() -> None:
-    """Check that megatron-core captures and replays layers by the methods that ours override.
-
-    Raises:
-        RuntimeError: One has moved.
-    """
+    """Raise ``RuntimeError`` if layers lack a method that ours override to capture and replay."""
     for method in METHODS_OF_GRAPHED_LAYERS:
         resolve(
             f"megatron.core.transformer.transformer_layer.TransformerLayer.{method}",

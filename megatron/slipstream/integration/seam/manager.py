@@ -201,11 +201,7 @@ class PipelineOffloadManager:
     # Groups.
 
     def pop_forward_chunk(self, name: str) -> None:
-        """Start a group called ``name``; its operations follow in the region entered next.
-
-        Returns:
-            None, so that no graph node marks the start: [Note: One mark per group].
-        """
+        """Start a group, without a node that marks the start: [Note: One mark per group]."""
         self.engine.start_group(name)
 
     def start_on(self, tensor: torch.Tensor, name: str) -> None:

@@ -126,11 +126,7 @@ class _Mark:
 
 
 def mark_modules(chunk: torch.nn.Module) -> list[Callable[[], None]]:
-    """Mark what the ``offload_modules`` of a model chunk name and megatron-core does not mark.
-
-    Returns:
-        Functions that undo it.
-    """
+    """Mark what ``offload_modules`` name and megatron-core does not mark; return how to undo it."""
     names = own_modules(chunk.config)
     undo: list[Callable[[], None]] = []
     for name, before, after in _places(chunk) if names else ():

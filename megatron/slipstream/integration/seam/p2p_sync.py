@@ -16,12 +16,9 @@ from typing import Any
 
 
 def disable_p2p_host_sync(chunk: Any) -> Callable[[], None]:
-    """Set ``batch_p2p_sync=False``, which stages read at every exchange.
+    """Set ``batch_p2p_sync=False``, which stages read at every exchange; return how to undo it.
 
     It stays on with ``use_ring_exchange_p2p``, which uses streams outside of PyTorch.
-
-    Returns:
-        A function that undoes it, without keeping the chunk alive.
     """
     if not chunk.config.batch_p2p_sync or chunk.config.use_ring_exchange_p2p:
         return lambda: None
