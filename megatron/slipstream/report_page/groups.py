@@ -39,7 +39,9 @@ def group_table(iteration: Iteration, rank: RankReport) -> GroupTable:
     late_out, late_back = _late(iteration)
     waited = waits_by_group(iteration.measured)
     copy_starts = {
-        (bar.cause.kind, bar.cause.key): bar.start for lane in iteration.lanes for bar in lane.bars
+        (bar.cause.kind, bar.cause.key): bar.start_ms
+        for lane in iteration.lanes
+        for bar in lane.bars
     }
     columns = _columns(iteration.unit)
     rows = []

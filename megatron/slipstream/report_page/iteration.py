@@ -8,10 +8,11 @@ The page's script draws the charts from :func:`figures`; predictions come from `
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Optional
+from typing import Any, Literal, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.plan.actions import Action, ActionKind, Plan
@@ -23,10 +24,9 @@ from megatron.slipstream.plan.trace import (
     KINDS_OF_BACKWARD,
     Bandwidth,
     GroupKey,
-    Step,
     StepKind,
 )
-from megatron.slipstream.plan.walk import Simulation, simulate
+from megatron.slipstream.plan.walk import Simulation, Span, simulate
 
 AT_ONCE_GB_PER_S = 1e18
 """Bandwidth at which copies take no time, for traces without a bandwidth."""
@@ -35,22 +35,13 @@ DIGITS = 4
 """Decimal places of times in :func:`figures`."""
 
 
-class Bar(NamedTuple):
-    """An interval: computation after a step, a copy, or a wait."""
-
-    start: float
-    end: float
-    cause: Action | Step
-    nbytes: int = 0
-
-
 @dataclass(frozen=True)
 class Lane:
-    """A row of the timeline."""
+    """A row of the timeline. Without times, bars are in marks instead of milliseconds."""
 
     name: str
-    bars: tuple[Bar, ...]
-    waits: tuple[Bar, ...] = ()
+    bars: tuple[Span, ...]
+    waits: tuple[Span, ...] = ()
     """Stalls of compute, named by the copy that it waited for."""
     are_windows: bool = False
     """Whether bars are the time available to copies, because their durations are unknown."""
@@ -75,9 +66,9 @@ class Iteration:
         return "ms" if self.is_predicted else "marks"
 
     @cached_property
-    def compute(self) -> tuple[Bar, ...]:
+    def compute(self) -> tuple[Span, ...]:
         """One bar for each step."""
-        return tuple(self._bars(Queue.COMPUTE))
+        return self._bars(Queue.COMPUTE)
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
@@ -91,20 +82,19 @@ class Iteration:
                 Lane(names[Queue.H2D], back, are_windows=True),
             )
         stalls = tuple(
-            Bar(stall.start_ms, stall.start_ms + stall.ms, stall.cause)
+            Span(Queue.COMPUTE, stall.cause, stall.start_ms, stall.start_ms + stall.ms, 0)
             for stall in self.simulation.stalls
         )
         predicted = (
             Lane(names[Queue.COMPUTE], self.compute, stalls),
-            Lane(names[Queue.D2H], tuple(self._bars(Queue.D2H))),
-            Lane(names[Queue.H2D], tuple(self._bars(Queue.H2D))),
+            *(Lane(names[queue], self._bars(queue)) for queue in (Queue.D2H, Queue.H2D)),
         )
         return predicted if self.measured is None else (self.measured, *predicted)
 
     @cached_property
     def total(self) -> float:
         """The end of the last bar; above 0."""
-        ends = (bar.end for lane in self.lanes for bar in (*lane.bars, *lane.waits))
+        ends = (bar.end_ms for lane in self.lanes for bar in (*lane.bars, *lane.waits))
         return max([*ends, 1e-6])
 
     @cached_property
@@ -127,25 +117,24 @@ class Iteration:
     @property
     def step_starts(self) -> list[float]:
         """When compute reaches each step."""
-        return [bar.start for bar in self.compute]
+        return [bar.start_ms for bar in self.compute]
 
-    def _bars(self, queue: Queue) -> Iterator[Bar]:
-        for span in self.simulation.spans:
-            if span.queue is queue:
-                yield Bar(span.start_ms, span.end_ms, span.cause, span.nbytes)
+    def _bars(self, queue: Queue) -> tuple[Span, ...]:
+        return tuple(span for span in self.simulation.spans if span.queue is queue)
 
-    def _windows(self, kind: ActionKind) -> tuple[Bar, ...]:
+    def _windows(self, kind: ActionKind) -> tuple[Span, ...]:
         """Return, for each copy, the window from its earliest start to its latest end."""
         starts = self.step_starts
         bars = []
         for group in self.plan.groups:
             if group.moves and group.moved_nbytes:
                 is_out = kind is ActionKind.D2H
+                queue = Queue.D2H if is_out else Queue.H2D
                 first = group.commit_step if is_out else group.h2d_step
                 last = group.free_step if is_out else group.use_step
                 cause = Action(kind, group.key, group.name)
-                bars.append(Bar(starts[first], starts[last], cause, group.moved_nbytes))
-        return tuple(sorted(bars, key=lambda bar: bar[:2]))
+                bars.append(Span(queue, cause, starts[first], starts[last], group.moved_nbytes))
+        return tuple(sorted(bars, key=lambda bar: (bar.start_ms, bar.end_ms)))
 
 
 def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
@@ -178,7 +167,7 @@ def _passes(iteration: Iteration) -> Iterator[dict[str, Any]]:
     ):
         bars = list(run)
         name = f"{'B' if is_backward else 'F'}{number}"
-        yield {"start": bars[0].start, "end": bars[-1].end, "name": name}
+        yield {"start": bars[0].start_ms, "end": bars[-1].end_ms, "name": name}
 
 
 def _measured(plan: Plan, step_ms: Sequence[float], stall_ms: Sequence[float]) -> Lane:
@@ -187,17 +176,17 @@ def _measured(plan: Plan, step_ms: Sequence[float], stall_ms: Sequence[float]) -
     now = 0.0
     for step, ms, waited_ms in zip(plan.trace.steps, step_ms, stall_ms, strict=True):
         if waited_ms > 0:
-            waits.append(Bar(now, now + waited_ms, step))
-        bars.append(Bar(now + waited_ms, now + waited_ms + ms, step))
+            waits.append(Span(Queue.COMPUTE, step, now, now + waited_ms, 0))
+        bars.append(Span(Queue.COMPUTE, step, now + waited_ms, now + waited_ms + ms, 0))
         now += waited_ms + ms
     return Lane("measured", tuple(bars), tuple(waits))
 
 
 def waits_by_group(lane: Optional[Lane]) -> dict[GroupKey, float]:
     """Return how long compute waited at each group's steps or for its copies."""
-    found: dict[GroupKey, float] = {}
+    found: dict[GroupKey, float] = defaultdict(float)
     for wait in lane.waits if lane is not None else ():
-        found[wait.cause.key] = found.get(wait.cause.key, 0.0) + wait.end - wait.start
+        found[wait.cause.key] += wait.end_ms - wait.start_ms
     return found
 
 
@@ -211,10 +200,10 @@ def figures(iteration: Iteration) -> dict[str, Any]:
     place = {key: index for index, key in enumerate(named)}
     kinds = [*(kind.value for kind in StepKind), *(kind.value for kind in ActionKind)]
 
-    def columns(bars: Sequence[Bar]) -> dict[str, list[Any]]:
+    def columns(bars: Sequence[Span]) -> dict[str, list[Any]]:
         return {
-            "start": [round(bar.start, DIGITS) for bar in bars],
-            "length": [round(bar.end - bar.start, DIGITS) for bar in bars],
+            "start": [round(bar.start_ms, DIGITS) for bar in bars],
+            "length": [round(bar.end_ms - bar.start_ms, DIGITS) for bar in bars],
             "owner": [place[bar.cause.key] for bar in bars],
             "kind": [kinds.index(bar.cause.kind.value) for bar in bars],
             "bytes": [bar.nbytes for bar in bars] if any(bar.nbytes for bar in bars) else [],

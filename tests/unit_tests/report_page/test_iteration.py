@@ -39,7 +39,7 @@ def test_lanes_are_the_queues_of_the_simulation_below_what_was_measured() -> Non
     simulation = simulate(run.plan)
     for lane, queue in zip(shown.lanes[1:], Queue, strict=True):
         spans = [span for span in simulation.spans if span.queue is queue]
-        assert [(bar.start, bar.end, bar.nbytes) for bar in lane.bars] == [
+        assert [(bar.start_ms, bar.end_ms, bar.nbytes) for bar in lane.bars] == [
             (span.start_ms, span.end_ms, span.nbytes) for span in spans
         ]
         assert [str(bar.cause) for bar in lane.bars] == [span.action for span in spans]
@@ -52,10 +52,10 @@ def test_predicted_waits_are_the_stalls_of_the_simulation() -> None:
     stalls = simulate(run.plan).stalls
     assert stalls, "copies are too slow to hide"
     compute = iteration_of(run.plan, run.rank).lanes[0]
-    assert [(wait.start, wait.cause) for wait in compute.waits] == [
+    assert [(wait.start_ms, wait.cause) for wait in compute.waits] == [
         (stall.start_ms, stall.cause) for stall in stalls
     ]
-    assert [wait.end - wait.start for wait in compute.waits] == pytest.approx(
+    assert [wait.end_ms - wait.start_ms for wait in compute.waits] == pytest.approx(
         [stall.ms for stall in stalls]
     )
 
@@ -64,8 +64,8 @@ def test_measured_steps_follow_each_other_with_their_waits_in_front() -> None:
     run = with_waits(make_run(slowness=2.0), {3: 5.0})
     lane = iteration_of(run.plan, run.rank).measured
     assert lane is not None
-    assert [bar.start for bar in lane.bars[:5]] == [0, 2, 4, 11, 13]
-    assert [(wait.start, wait.end) for wait in lane.waits] == [(6, 11)]
+    assert [bar.start_ms for bar in lane.bars[:5]] == [0, 2, 4, 11, 13]
+    assert [(wait.start_ms, wait.end_ms) for wait in lane.waits] == [(6, 11)]
     assert lane.waits[0].cause == run.plan.trace.steps[3]
     assert waits_by_group(lane) == {run.plan.trace.steps[3].key: 5.0}
 
@@ -90,18 +90,18 @@ def test_without_times_marks_are_evenly_spread_and_copies_have_windows() -> None
     num_steps = len(run.plan.trace.steps)
     assert shown.unit == "marks"
     assert not shown.is_predicted
-    assert [bar.start for bar in shown.compute] == pytest.approx(range(num_steps))
+    assert [bar.start_ms for bar in shown.compute] == pytest.approx(range(num_steps))
     compute, out, back = shown.lanes
     assert [compute.are_windows, out.are_windows, back.are_windows] == [False, True, True]
     by_key = {group.key: group for group in run.plan.groups if group.moves}
     assert len(out.bars) == len(back.bars) == len(by_key) > 0
     for bar in out.bars:
         group = by_key[bar.cause.key]
-        assert (bar.start, bar.end) == pytest.approx((group.commit_step, group.free_step))
+        assert (bar.start_ms, bar.end_ms) == pytest.approx((group.commit_step, group.free_step))
         assert bar.cause.kind is ActionKind.D2H
     for bar in back.bars:
         group = by_key[bar.cause.key]
-        assert (bar.start, bar.end) == pytest.approx((group.h2d_step, group.use_step))
+        assert (bar.start_ms, bar.end_ms) == pytest.approx((group.h2d_step, group.use_step))
         assert bar.cause.kind is ActionKind.H2D
 
 
@@ -115,9 +115,9 @@ def test_passes_cover_compute_in_order_and_have_the_names_of_pictures() -> None:
 
 def test_nothing_lies_behind_the_end() -> None:
     shown = iteration(slowness=3.0)
-    assert shown.total == max(bar.end for lane in shown.lanes for bar in lane.bars)
+    assert shown.total == max(bar.end_ms for lane in shown.lanes for bar in lane.bars)
     assert shown.measured is not None
-    assert shown.total == shown.measured.bars[-1].end
+    assert shown.total == shown.measured.bars[-1].end_ms
 
 
 def test_figures_for_the_script_are_those_of_the_lanes() -> None:
@@ -135,8 +135,8 @@ def test_figures_for_the_script_are_those_of_the_lanes() -> None:
                 for owner, kind in zip(columns["owner"], columns["kind"], strict=True)
             ]
             assert actions == [str(bar.cause) for bar in bars]
-            assert columns["start"] == pytest.approx([bar.start for bar in bars], abs=1e-4)
-            lengths = [bar.end - bar.start for bar in bars]
+            assert columns["start"] == pytest.approx([bar.start_ms for bar in bars], abs=1e-4)
+            lengths = [bar.end_ms - bar.start_ms for bar in bars]
             assert columns["length"] == pytest.approx(lengths, abs=1e-4)
             assert columns["bytes"] == [bar.nbytes for bar in bars if any(b.nbytes for b in bars)]
     memory = data["memory"]

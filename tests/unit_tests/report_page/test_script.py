@@ -232,7 +232,7 @@ def test_every_bar_in_view_is_drawn_once_at_its_time_in_its_colour(
     for row, lane in enumerate(drawn.lanes):
         for bar in (*lane.bars, *lane.waits):
             left, right = (
-                (time / drawn.total - start) / width * pixels for time in (bar.start, bar.end)
+                (time / drawn.total - start) / width * pixels for time in (bar.start_ms, bar.end_ms)
             )
             if right <= 0 or left >= pixels:
                 continue
@@ -369,12 +369,14 @@ def test_the_pointer_shows_the_action_and_its_figures(opened: Open) -> None:
     page, drawn = opened(run), iteration(run)
     for row, lane in enumerate(drawn.lanes):
         for bar in (*lane.bars[:3], lane.bars[-1]):
-            name, times, *rest = point(page, LANES, (bar.start + bar.end) / 2 / drawn.total, row)
+            name, times, *rest = point(
+                page, LANES, (bar.start_ms + bar.end_ms) / 2 / drawn.total, row
+            )
             assert name == str(bar.cause)
-            assert times == f"{bar.end - bar.start:.3f} ms, from {bar.start:.3f} ms"
+            assert times == f"{bar.end_ms - bar.start_ms:.3f} ms, from {bar.start_ms:.3f} ms"
             assert bool(rest) == bool(bar.nbytes)
     wait = drawn.lanes[0].waits[0]
-    name, *_ = point(page, LANES, (wait.start + wait.end) / 2 / drawn.total, 0)
+    name, *_ = point(page, LANES, (wait.start_ms + wait.end_ms) / 2 / drawn.total, 0)
     assert name == f"stall at {wait.cause}"
     page.mouse("mouseMoved", 1, 1)
     assert tip(page) == []
@@ -384,7 +386,7 @@ def test_the_pointer_shows_memory(opened: Open) -> None:
     run, step, mib = slow_run(), 9, 1 << 20
     page, drawn = opened(run), iteration(run)
     bar = drawn.compute[step]
-    assert point(page, MEMORY, (bar.start + bar.end) / 2 / drawn.total)[1:4] == [
+    assert point(page, MEMORY, (bar.start_ms + bar.end_ms) / 2 / drawn.total)[1:4] == [
         f"without the plan: {drawn.memory['without'][step] / mib:.2f} MiB",
         f"with the plan: {drawn.memory['with'][step] / mib:.2f} MiB",
         f"measured: {drawn.peak_bytes[step] / mib:.2f} MiB",
@@ -394,7 +396,7 @@ def test_the_pointer_shows_memory(opened: Open) -> None:
 def test_waits_are_gone_to_one_by_one(opened: Open) -> None:
     run = slow_run()
     page, drawn = opened(run), iteration(run)
-    waits = sorted(wait.start for lane in drawn.lanes for wait in lane.waits)
+    waits = sorted(wait.start_ms for lane in drawn.lanes for wait in lane.waits)
     page.get(f"{LANES}.focus()")
 
     def is_in_view(place: float) -> bool:
@@ -425,8 +427,8 @@ def test_a_group_is_shown_in_the_timeline(opened: Open) -> None:
     page.click("inRank('.sortable a').find((a) => a.textContent === '1.2')")
     bars = [bar for lane in drawn.lanes for bar in lane.bars if str(bar.cause.key) == "1.2"]
     start, width = view(page, run)
-    assert start * drawn.total <= min(bar.start for bar in bars)
-    assert (start + width) * drawn.total >= max(bar.end for bar in bars)
+    assert start * drawn.total <= min(bar.start_ms for bar in bars)
+    assert (start + width) * drawn.total >= max(bar.end_ms for bar in bars)
     assert width < 1
     assert page.get("inRank('.picked').length") == len(bars)
     assert page.get(f"document.activeElement === {LANES}")

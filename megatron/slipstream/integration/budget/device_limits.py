@@ -51,7 +51,7 @@ class DeviceLimits:
         """What is followed."""
         self.allowed_bytes = 0
         """Bytes of activations that all ranks of the stage may use, as of the last choice."""
-        self._left_bytes: Optional[int] = None
+        self.left_bytes: Optional[int] = None
         """What the first iteration left allocated beside gradients; None before it has ended."""
         self._end_bytes = math.inf
         """The device peak at which memory has run out."""
@@ -60,10 +60,6 @@ class DeviceLimits:
     def is_auto(self) -> bool:
         """Whether what is left for activations depends on what else is on the device."""
         return self._budget == "auto"
-
-    def note_first(self, left_bytes: int) -> None:
-        """Note that the first iteration has ended, and what it has left beside gradients."""
-        self._left_bytes = left_bytes
 
     def find(self, chunks: Sequence[torch.nn.Module], frugal_bytes: int) -> Limits:
         """Return what the coming iteration may use, and what is in use before it.
@@ -74,7 +70,7 @@ class DeviceLimits:
         reading = backend.memory()
         assert reading is not None
         base_bytes = reading[0] + _absent_gradient_bytes(chunks)
-        resident_bytes = base_bytes - (self._left_bytes or 0)
+        resident_bytes = base_bytes - (self.left_bytes or 0)
         if self._budget != "auto":
             device_bytes = resident_bytes + int(self._budget * 2**30)
         else:
@@ -84,7 +80,7 @@ class DeviceLimits:
         # Frugal settings ran where others have run out.
         end_bytes = max(self._end_bytes, resident_bytes + frugal_bytes)
         bandwidth = (
-            None if self._left_bytes is None else self._engine.lifecycle.planner.measure_bandwidth()
+            None if self.left_bytes is None else self._engine.lifecycle.planner.measure_bandwidth()
         )
         host_bytes = self._engine.store.host_pool.limit_bytes
         device_bytes = int(min(device_bytes, end_bytes))

@@ -151,7 +151,7 @@ class MemoryBudget:
                 self._batches = MicroBatches()
             return
         if not self._peak_bytes:
-            self._limits.note_first(self._boundaries.growth_bytes)
+            self._limits.left_bytes = self._boundaries.growth_bytes
         if not self._is_blind:
             self._peak_bytes = self._engine.store.backend.peak_bytes(PEAK)
 
