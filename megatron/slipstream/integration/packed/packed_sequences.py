@@ -79,18 +79,12 @@ class PackedGPTDataset(MegatronDataset):
     Its index is cached in the same place as megatron's: ``data_cache_path``, or beside the corpus.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        dataset_path: Optional[str],
-        indices: Any,
-        num_samples: Optional[int],
-        index_split: Split,
-        config: PackedDatasetConfig,
-    ) -> None:
-        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        masked_token = config.tokenizer.eod if config.eod_mask_loss else None
-        self.samples = self._samples(config.plan(index_split), masked_token)
+    config: PackedDatasetConfig
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        masked_token = self.config.tokenizer.eod if self.config.eod_mask_loss else None
+        self.samples = self._samples(self.config.plan(self.index_split), masked_token)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:

@@ -220,13 +220,9 @@ class PipelineOffloadManager:
         given_up: Sequence[torch.Tensor] = (),
         is_delayed: bool = False,
     ) -> torch.Tensor:
-        """End a group on one of its outputs, and return it with a node that marks it in backward.
+        """End a group as ``OffloadEngine.end``.
 
-        Args:
-            tensor: The output.
-            name: Name of the group.
-            given_up: Tensors that forward no longer reads, though other references may exist.
-            is_delayed: Whether the commit waits for :meth:`flush_delayed_groups` during a replay.
+        If it is delayed, the commit waits for :meth:`flush_delayed_groups` during a replay.
         """
         if not (is_delayed and self._in_replay):
             return self.engine.end(tensor, name, given_up)
