@@ -9,6 +9,8 @@ feature; the documentation and ``slipstream doctor`` list both.
 from __future__ import annotations
 
 import enum
+import re
+import textwrap
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
@@ -56,18 +58,31 @@ def _lazy(module: str, name: str) -> partial[Any]:
     return partial(_call, module, name)
 
 
-CALLS = (
-    Patch(
-        f"{_CORE}.models.common.language_module.language_module.LanguageModule.__call__",
-        _lazy("model_calls", "call_through_router"),
-        "marks do not say which model they are of, so two trained models would share one plan",
-    ),
-    Patch(
-        f"{_CORE}.models.gpt.gpt_model.GPTModel.build_schedule_plan",
-        _lazy("model_calls", "build_through_router"),
-        "the same where the layers of two micro-batches run in turn",
-    ),
-)
+def _patches(table: str) -> tuple[Patch, ...]:
+    """Return the patches of a table in text.
+
+    A row is 'target(first parameters): module.function: reason' and goes on in indented lines.
+    Numbers of upstream issues stand before the reason, without parameters all are accepted.
+    """
+    rows = []
+    for row in re.split(r"\n(?! )", textwrap.dedent(table).strip()):
+        target, replacement, reason = " ".join(row.split()).split(": ", 2)
+        name, _, given = target.removesuffix(")").partition("(")
+        issues = tuple(map(int, re.findall(r"#(\d+)", reason)))
+        parameters = tuple(given.split(", ")) if given else None
+        reason = re.sub(r"#\d+ ", "", reason)
+        lazy = _lazy(*replacement.split("."))
+        rows.append(Patch(name, lazy, reason, issues, parameters=parameters))
+    return tuple(rows)
+
+
+CALLS = _patches(f"""
+    {_CORE}.models.common.language_module.language_module.LanguageModule.__call__:
+        model_calls.call_through_router: marks do not say which model they are of, so two trained
+        models would share one plan
+    {_CORE}.models.gpt.gpt_model.GPTModel.build_schedule_plan: model_calls.build_through_router:
+        the same where the layers of two micro-batches run in turn
+""")
 
 _FUSED_ROTATION = f"{_CORE}.fusions.fused_mla_yarn_rope_apply"
 _IS_EARLY_0_20 = f"{_FUSED_ROTATION}.{OLD_KERNELS[0]}"
@@ -92,12 +107,10 @@ ROTATION = tuple(
 )
 
 GROUPS = (
-    Patch(
-        f"{_FACADE}.fine_grained_offloading_group_start",
-        _lazy("marks", "tell_group_input"),
-        "the engine would not know where backward leaves a group",
-        parameters=("tensor", "name"),
-    ),
+    *_patches(f"""
+        {_FACADE}.fine_grained_offloading_group_start(tensor, name): marks.tell_group_input:
+            the engine would not know where backward leaves a group
+    """),
     *(
         Patch(
             f"{_FACADE}.{name}",
@@ -114,24 +127,19 @@ GROUPS = (
     ),
 )
 
-NAMES = (
-    Patch(
-        f"{_CORE}.transformer.transformer_config.TransformerConfig.__post_init__",
-        _lazy("module_names", "accept_own_modules"),
-        "a model's configuration would refuse modules that only Slipstream marks",
-        parameters=("self",),
-    ),
-)
+NAMES = _patches(f"""
+    {_CORE}.transformer.transformer_config.TransformerConfig.__post_init__(self):
+        module_names.accept_own_modules: a model's configuration would refuse modules that only
+        Slipstream marks
+""")
 
 _CHECKPOINT = f"{_CORE}.tensor_parallel.random.CheckpointWithoutOutput"
 DISCARDED = (
-    Patch(
-        f"{_CHECKPOINT}.discard_output_and_register_recompute",
-        _lazy("marks", "end_checkpoint"),
-        "a copy to the host would read memory that has been discarded to be recomputed, and the "
-        "inputs of an evaluation would lie beside the activations of training",
-        parameters=("self", "hook_tensor"),
-    ),
+    *_patches(f"""
+        {_CHECKPOINT}.discard_output_and_register_recompute(self, hook_tensor):
+            marks.end_checkpoint: a copy to the host would read memory that has been discarded to be
+            recomputed, and the inputs of an evaluation would lie beside the activations of training
+    """),
     Patch(
         f"{_CHECKPOINT}._discard_outputs",
         _lazy("marks", "tell_discarded_outputs"),
@@ -142,20 +150,14 @@ DISCARDED = (
     ),
 )
 
-COPIES = (
-    Patch(
-        f"{_CORE}.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
-        _lazy("d2h_by_kernel", "D2HByKernel"),
-        "the host would wait for token counts behind the copies of activations",
-        parameters=("tensor", "as_numpy", "record_stream"),
-    ),
-    Patch(
-        f"{_CORE}.pipeline_parallel.p2p_communication.P2PCommunicator._communicate_shapes",
-        _lazy("p2p_shapes", "exchange_by_kernels"),
-        "the host would wait for shapes of varying lengths behind the copies of activations",
-        parameters=("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
-    ),
-)
+COPIES = _patches(f"""
+    {_CORE}.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu(tensor, as_numpy,
+        record_stream): d2h_by_kernel.D2HByKernel:
+        the host would wait for token counts behind the copies of activations
+    {_CORE}.pipeline_parallel.p2p_communication.P2PCommunicator._communicate_shapes(self,
+        tensor_send_next, tensor_send_prev, recv_prev, recv_next): p2p_shapes.exchange_by_kernels:
+        the host would wait for shapes of varying lengths behind the copies of activations
+""")
 
 PEAKS = tuple(
     Patch(
@@ -189,57 +191,31 @@ CHECKPOINTS = (
     ),
 )
 
-DISPATCH = (
-    Patch(
-        f"{_CORE}.transformer.moe.token_dispatcher._DeepepManager._indices_to_multihot",
-        _lazy("multihot_map", "convert_by_scatter"),
-        "the host would wait three times in each expert layer for sizes that follow from its input",
-        parameters=("self", "indices", "probs"),
-    ),
-)
+DISPATCH = _patches(f"""
+    {_CORE}.transformer.moe.token_dispatcher._DeepepManager._indices_to_multihot(self, indices,
+        probs): multihot_map.convert_by_scatter: the host would wait three times in each expert
+        layer for sizes that follow from its input
+""")
 
-PADDING = (
-    Patch(
-        f"{_ROUTER}.TopKRouter.routing",
-        _lazy("padded_routing", "pass_mask_on"),
-        "the functions below would not see the padding mask",
-        parameters=("self", "logits", "padding_mask"),
-    ),
-    Patch(
-        f"{_ROUTER}.TopKRouter._apply_expert_bias",
-        _lazy("padded_routing", "count_without_padding"),
-        "the router raises, since mask and routing map have shapes that do not match",
-        parameters=("self", "routing_map", "padding_mask"),
-    ),
-    Patch(
-        f"{_ROUTER}.apply_router_token_dropping",
-        _lazy("padded_routing", "drop_padding_first"),
-        "padding would compete for the capacity of experts",
-        parameters=("routing_probs", "routing_map"),
-    ),
-    Patch(
-        f"{_ROUTER}.get_tokens_per_expert_and_token_count",
-        _lazy("padded_routing", "count_at_least_one"),
-        "a buffer of nothing but padding would make all gradients NaN",
-    ),
-)
+PADDING = _patches(f"""
+    {_ROUTER}.TopKRouter.routing(self, logits, padding_mask): padded_routing.pass_mask_on:
+        the functions below would not see the padding mask
+    {_ROUTER}.TopKRouter._apply_expert_bias(self, routing_map, padding_mask):
+        padded_routing.count_without_padding:
+        the router raises, since mask and routing map have shapes that do not match
+    {_ROUTER}.apply_router_token_dropping(routing_probs, routing_map):
+        padded_routing.drop_padding_first: padding would compete for the capacity of experts
+    {_ROUTER}.get_tokens_per_expert_and_token_count: padded_routing.count_at_least_one:
+        a buffer of nothing but padding would make all gradients NaN
+""")
 
 _HELPER = f"{_CORE}.transformer.cuda_graphs.TECudaGraphHelper"
-LAYER_CAPTURE = (
-    Patch(
-        f"{_HELPER}.create_cudagraphs",
-        _lazy("layer_capture", "capture_packed"),
-        "graphs of layers would have no sequence offsets, and one set for each micro-batch",
-        (4359, 5618),
-        parameters=("self",),
-    ),
-    Patch(
-        f"{_HELPER}.delete_cuda_graphs",
-        _lazy("layer_capture", "delete_packed"),
-        "the graphs of other context-parallel sizes would stay",
-        parameters=("self",),
-    ),
-)
+LAYER_CAPTURE = _patches(f"""
+    {_HELPER}.create_cudagraphs(self): layer_capture.capture_packed: #4359 #5618
+        graphs of layers would have no sequence offsets, and one set for each micro-batch
+    {_HELPER}.delete_cuda_graphs(self): layer_capture.delete_packed:
+        the graphs of other context-parallel sizes would stay
+""")
 
 EXCHANGES = tuple(
     Patch(
@@ -252,27 +228,16 @@ EXCHANGES = tuple(
     for name in ("isend", "irecv")
 )
 
-EVALUATE_FIRST = Patch(
-    f"{_LOOP}.train",
-    _lazy("training_loop", "evaluate_first"),
-    "`--eval-before-training`: the loop has no call-out before its first iteration",
-    parameters=(
-        *("forward_step_func", "model", "optimizer", "opt_param_scheduler"),
-        *("train_data_iterator", "valid_data_iterator", "process_non_loss_data_func", "config"),
-    ),
-)
-CHECK_EXPERTS = Patch(
-    "megatron.training.checkpointing.check_checkpoint_args",
-    _lazy("training_loop", "check_expert_layout"),
-    "the distributed optimizer's state of Megatron's experts would load into that of sync-free "
-    "experts, and the other way round, in another order",
-)
-NAME_REFUSALS = Patch(
-    f"{_LOOP}.load_checkpoint",
-    _lazy("training_loop", "name_refusals"),
-    "a resume with another schedule or model ends in an assertion or, with exit status 0, in a "
-    "line of output; neither names what to set",
-)
+EVALUATE_FIRST, CHECK_EXPERTS, NAME_REFUSALS = _patches(f"""
+    {_LOOP}.train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_iterator,
+        valid_data_iterator, process_non_loss_data_func, config): training_loop.evaluate_first:
+        `--eval-before-training`: the loop has no call-out before its first iteration
+    megatron.training.checkpointing.check_checkpoint_args: training_loop.check_expert_layout:
+        the distributed optimizer's state of Megatron's experts would load into that of sync-free
+        experts, and the other way round, in another order
+    {_LOOP}.load_checkpoint: training_loop.name_refusals: a resume with another schedule or model
+        ends in an assertion or, with exit status 0, in a line of output; neither names what to set
+""")
 REPORT_EXPERTS = Patch(
     f"{_CORE}.transformer.moe.moe_logging.MoEMetricsTracker.report",
     _lazy("training_loop", "report_all_layers"),
