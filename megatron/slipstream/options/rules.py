@@ -122,14 +122,20 @@ class Condition(NamedTuple):
             accepts: Whether an option's value is supported, by option.
         """
         rules = []
-        for row in re.split(r"\n(?! )", textwrap.dedent(table).strip()):
-            named, _, text = " ".join(row.split()).partition(": ")
+        for row in rows_of(table):
+            named, _, text = row.partition(": ")
             options, _, values = named.partition(" in ")
             because, _, cure = text.partition("; ")
             for option in options.split():
                 accepted = accepts.get(option, values.split(", ") if values else None)
                 rules.append(self(option, because, cure or "leave it out", accepted))
         return tuple(rules)
+
+
+def rows_of(table: str) -> list[str]:
+    """Return the rows of a table in text, each in one line; a row goes on in indented lines."""
+    rows = re.split(r"\n(?! )", textwrap.dedent(table).strip())
+    return [" ".join(row.split()) for row in rows]
 
 
 def is_one_of(option: str, values: Collection[Any]) -> Predicate:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import enum
 import re
-import textwrap
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from megatron.slipstream.options import preflight
+from megatron.slipstream.options.rules import rows_of
 from megatron.slipstream.patches import patching
 from megatron.slipstream.patches.patching import Patch
 from megatron.slipstream.patches.rotary_kernels import KERNELS, OLD_KERNELS, runs_triton
@@ -61,12 +61,12 @@ def _lazy(module: str, name: str) -> partial[Any]:
 def _patches(table: str) -> tuple[Patch, ...]:
     """Return the patches of a table in text.
 
-    A row is 'target(first parameters): module.function: reason' and goes on in indented lines.
+    A row is 'target(first parameters): module.function: reason'.
     Numbers of upstream issues stand before the reason, without parameters all are accepted.
     """
     rows = []
-    for row in re.split(r"\n(?! )", textwrap.dedent(table).strip()):
-        target, replacement, reason = " ".join(row.split()).split(": ", 2)
+    for row in rows_of(table):
+        target, replacement, reason = row.split(": ", 2)
         name, _, given = target.removesuffix(")").partition("(")
         issues = tuple(map(int, re.findall(r"#(\d+)", reason)))
         parameters = tuple(given.split(", ")) if given else None
