@@ -55,7 +55,8 @@ def restores_group(forward: Forward) -> Forward:
         # megatron-core creates the stream for half of the exchange only for a static size above 1;
         # the class keeps it for all layers.
         owner: Any = next(base for base in type(layer).__mro__ if "cp_stream" in vars(base))
-        owner.cp_stream = owner.cp_stream or torch.cuda.Stream()
+        if owner.cp_stream is None:
+            owner.cp_stream = torch.cuda.Stream()
         static = (layer.cp_group, layer.cp_global_ranks, layer.cp_stream, layer.cp_comm_type)
         try:
             return forward(layer, *arguments, **options)
