@@ -18,6 +18,7 @@ import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 
+from megatron.slipstream.patches.patching import replacing
 from megatron.slipstream.patches.releases import is_since
 
 
@@ -99,16 +100,15 @@ class PlainGroupedLinear(torch.nn.Module):
         """Do nothing: weight gradients are never delayed here."""
 
 
-def grouped_experts_without_transformer_engine(original: Any) -> Any:
+@replacing
+def grouped_experts_without_transformer_engine(
+    original: Any, self: Any, moe_use_grouped_gemm: bool
+) -> Any:
     """Make ``LocalSpecProvider.grouped_mlp_modules`` honour ``moe_grouped_gemm``."""
-
-    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool) -> Any:
-        if not moe_use_grouped_gemm:
-            return original(self, moe_use_grouped_gemm)
-        submodules = GroupedMLPSubmodules(PlainGroupedLinear, PlainGroupedLinear)
-        return partial(TEGroupedMLP, submodules=submodules)
-
-    return grouped_mlp_modules
+    if not moe_use_grouped_gemm:
+        return original(self, moe_use_grouped_gemm)
+    submodules = GroupedMLPSubmodules(PlainGroupedLinear, PlainGroupedLinear)
+    return partial(TEGroupedMLP, submodules=submodules)
 
 
 class LatentCoreAttention(DotProductAttention):

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron.slipstream.patches.patching import Patch, apply, resolve
+from megatron.slipstream.patches.patching import Patch, apply, replacing, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -97,52 +97,39 @@ _return_self = _becomes(lambda self, *_, **__: self)
 
 def _called_from(module: str) -> bool:
     """Whether the function that called our replacement is in ``module`` or below it."""
-    name = sys._getframe(2).f_globals.get("__name__", "")
+    name = sys._getframe(3).f_globals.get("__name__", "")
     return name == module or name.startswith(module + ".")
 
 
-def _gpu_type_names_for_optimizer(original: Any) -> Any:
+@replacing
+def _gpu_type_names_for_optimizer(
+    original: Any, self: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Make ``Tensor.type()`` return 'torch.cuda.*', but only to megatron-core's optimizers."""
-
-    @functools.wraps(original)
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
-        asked_for_name = not args and not kwargs
-        if asked_for_name and _called_from("megatron.core.optimizer"):
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
-
-    return type_
+    answer = original(self, *args, **kwargs)
+    if not args and not kwargs and _called_from("megatron.core.optimizer"):
+        return answer.replace("torch.", "torch.cuda.", 1)
+    return answer
 
 
-def _one_device_for_initialize(original: Any) -> Any:
+@replacing
+def _one_device_for_initialize(original: Any) -> int:
     """Make ``torch.cuda.device_count()`` return 1, but only to ``megatron.training.initialize``."""
-
-    @functools.wraps(original)
-    def device_count() -> int:
-        return 1 if _called_from("megatron.training.initialize") else original()
-
-    return device_count
+    return 1 if _called_from("megatron.training.initialize") else original()
 
 
-def _to_numpy_if_asked(original: Any) -> Any:
+@replacing
+def _to_numpy_if_asked(
+    _: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
     """Make ``maybe_move_tensor_to_cpu`` also convert a tensor that is already on the CPU."""
-
-    @functools.wraps(original)
-    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        if as_numpy and torch.is_tensor(tensor):
-            return tensor.numpy()
-        return tensor
-
-    return move
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _never_fp8(original: Any) -> Any:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.fp8 = False
-
-    return init
+@replacing
+def _never_fp8(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    self.fp8 = False
 
 
 _get_default_state = _becomes(lambda *_, **__: torch.default_generator.get_state())
