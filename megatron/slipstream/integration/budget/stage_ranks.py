@@ -70,13 +70,9 @@ class StageRanks:
         """Whether no other rank takes part in an iteration of the model."""
         return not _groups()
 
-    @property
-    def _group(self) -> Optional[torch.distributed.ProcessGroup]:
-        return _stage_group() if self._is_shared else None
-
     def largest(self, values: Sequence[float]) -> list[float]:
         """Return the largest of each value over the ranks. A collective."""
-        return _largest(values, self._group)
+        return _largest(values, _stage_group() if self._is_shared else None)
 
     def agreed_size(self, size: Optional[float]) -> Optional[float]:
         """Return the size of a micro-batch for which all ranks that share its collectives choose.

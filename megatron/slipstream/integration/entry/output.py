@@ -21,6 +21,7 @@ from typing import Any, Optional, TextIO
 from megatron.slipstream.estimate.file_errors import cure_of, writing, wrong_with
 from megatron.slipstream.integration.record.run_files import rank_path
 from megatron.slipstream.options.fields import EntryOptions
+from megatron.slipstream.patches.attributes import replace_on
 
 FLAG = "--megatron-output-path"
 DEFAULT_PATH = EntryOptions.megatron_output_path
@@ -62,14 +63,12 @@ class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
         self._stack.enter_context(contextlib.redirect_stdout(self._stream))
         handler = logging.StreamHandler(self._stream)
         handler.setFormatter(logging.Formatter("%(levelname)s:%(name)s:%(message)s"))
-        self._stack.callback(setattr, logging, "lastResort", logging.lastResort)
-        logging.lastResort = handler
+        self._stack.callback(replace_on(logging, "lastResort", handler))
         # If the logger has no handler, captureWarnings() adds one that drops everything.
         of_python = logging.getLogger("py.warnings")
         of_python.addHandler(handler)
         self._stack.callback(of_python.removeHandler, handler)
-        self._stack.callback(setattr, of_python, "propagate", of_python.propagate)
-        of_python.propagate = False
+        self._stack.callback(replace_on(of_python, "propagate", False))
         logging.captureWarnings(True)
         self._stack.callback(logging.captureWarnings, False)
         return self

@@ -130,20 +130,15 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 peak_bytes = self._backend.peak_bytes() - self._baseline_bytes
             finalize_model_grads(model, *args, **kwargs)
             self._model = model
-            self._after_iteration(peak_bytes)
-
-        return finalize
-
-    def _after_iteration(self, activation_peak_bytes: int) -> None:
-        self._in_iteration = False
-        self._num_done = self.iteration()
-        self._is_settled = False
-        self._loss = _mean(self._losses)
-        self._losses.clear()
-        if self.record:
+            self._in_iteration = self._is_settled = False
+            self._num_done = self.iteration()
+            self._loss = _mean(self._losses)
+            self._losses.clear()
+            if not self.record:
+                return
             figures = {
                 "loss": self._loss,
-                "activation_peak_bytes": activation_peak_bytes,
+                "activation_peak_bytes": peak_bytes,
                 "graph_pool_bytes": graph_pool_bytes(),
                 "bytes_offloaded": 0,
                 "forward_backward_ms": 1e3 * (time.perf_counter() - self._started_s),
@@ -151,6 +146,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             self.figures["iterations"].append(figures)
             if self._num_done == self.num_iterations:
                 self.figures["gradients_sha256"] = _digest(map(_gradient, self._parameters()))
+
+        return finalize
 
     def _settle(self) -> None:
         """Complete the last iteration's figures, once the engine has finished that iteration."""
