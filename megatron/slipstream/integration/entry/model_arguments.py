@@ -34,7 +34,7 @@ from megatron.slipstream.integration.seam.compat import defaults_of_later_option
 from megatron.slipstream.options import preflight, rules
 from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.fields import OffloadConfig
-from megatron.slipstream.options.modules import OF_LATENT_ATTENTION, OUTSIDE_LAYERS
+from megatron.slipstream.options.modules import OF_LATENT_ATTENTION, OUTSIDE_LAYERS, has_layers
 
 
 def configured_by_flags(
@@ -154,10 +154,6 @@ STATE_RULES = rules.Condition("with a plan from flags", lambda f: f.state_gib is
 """Restrictions of the state that is derived from the parameters."""
 
 
-def _has_letter(facts: Any, letter: str) -> bool:
-    return letter in (facts.hybrid_layer_pattern or "")
-
-
 PLAN_RULES: tuple[rules.Rule, ...] = (
     *_unsupported.rows(
         """
@@ -167,11 +163,11 @@ PLAN_RULES: tuple[rules.Rule, ...] = (
             leave --disable-mamba-mem-eff-path out
         deterministic_mode: what a gated delta net saves without its kernels is not modelled
         """,
-        hybrid_layer_pattern=lambda f: not _has_letter(f, "D"),
+        hybrid_layer_pattern=lambda f: not has_layers(f, "D"),
         use_mamba_mem_eff_path=lambda f: (
-            f.use_mamba_mem_eff_path is not False or not _has_letter(f, "M")
+            f.use_mamba_mem_eff_path is not False or not has_layers(f, "M")
         ),
-        deterministic_mode=lambda f: not f.deterministic_mode or not _has_letter(f, "G"),
+        deterministic_mode=lambda f: not f.deterministic_mode or not has_layers(f, "G"),
     ),
     _not_modelled("fp8_recipe", lambda f: not f.fp8 or f.fp8_recipe in QUANTIZED_BYTES),
     _not_modelled("fp8_dot_product_attention"),
@@ -181,7 +177,7 @@ PLAN_RULES: tuple[rules.Rule, ...] = (
         "been measured",
         "leave it out for sizes in 16 bits, an upper limit, or plan a recorded trace",
     ),
-    _not_modelled("mtp_num_layers", lambda f: not f.mtp_num_layers or _has_letter(f, "/")),
+    _not_modelled("mtp_num_layers", lambda f: not f.mtp_num_layers or has_layers(f, "/")),
     *_unsupported.rows(_NOT_MODELLED),
     *_unsupported.rows(
         """
