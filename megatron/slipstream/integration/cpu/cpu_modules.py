@@ -18,7 +18,6 @@ import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 
-from megatron.slipstream.patches.patching import replacing
 from megatron.slipstream.patches.releases import is_since
 
 
@@ -100,15 +99,16 @@ class PlainGroupedLinear(torch.nn.Module):
         """Do nothing: weight gradients are never delayed here."""
 
 
-@replacing
-def grouped_experts_without_transformer_engine(
-    original: Any, self: Any, moe_use_grouped_gemm: bool
-) -> Any:
+def grouped_experts_without_transformer_engine(original: Any) -> Any:
     """Make ``LocalSpecProvider.grouped_mlp_modules`` honour ``moe_grouped_gemm``."""
-    if not moe_use_grouped_gemm:
-        return original(self, moe_use_grouped_gemm)
-    submodules = GroupedMLPSubmodules(PlainGroupedLinear, PlainGroupedLinear)
-    return partial(TEGroupedMLP, submodules=submodules)
+
+    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool) -> Any:
+        if not moe_use_grouped_gemm:
+            return original(self, moe_use_grouped_gemm)
+        submodules = GroupedMLPSubmodules(PlainGroupedLinear, PlainGroupedLinear)
+        return partial(TEGroupedMLP, submodules=submodules)
+
+    return grouped_mlp_modules
 
 
 class LatentCoreAttention(DotProductAttention):

@@ -268,6 +268,19 @@ def read_micro_batch(
     return batch
 
 
+def _batch(
+    data_iterator: Optional[Iterator[Any]], needed: set[str], args: Any
+) -> dict[str, torch.Tensor]:
+    """Return the needed tensors of this rank's micro-batch, in the static layout."""
+    size, rank = args.context_parallel_size, mpu.get_context_parallel_rank()
+    layout = static_layout(pack_limits(args), size)
+    return read_micro_batch(
+        data_iterator,
+        {key: layout[key] for key in sorted(needed)},
+        lambda sample: for_context_parallel_rank(sample, size, rank),
+    )
+
+
 class Stage(NamedTuple):
     """The position of a model chunk in the pipeline, and the tensors that it needs."""
 
@@ -304,13 +317,7 @@ def forward(
     """
     args = get_args()
     stage = Stage.of(model, args)
-    size, rank = args.context_parallel_size, mpu.get_context_parallel_rank()
-    layout = static_layout(pack_limits(args), size)
-    batch = read_micro_batch(
-        data_iterator,
-        {key: layout[key] for key in sorted({*OFFSET_KEYS, *stage.needed})},
-        lambda sample: for_context_parallel_rank(sample, size, rank),
-    )
+    batch = _batch(data_iterator, {*OFFSET_KEYS, *stage.needed}, args)
     params = packed_seq_params(
         batch["cu_seqlens"][0], batch["cu_seqlens_padded"][0], pack_limits(args).max_tokens
     )
