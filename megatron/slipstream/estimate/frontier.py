@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import decimal
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple, Optional
+from typing import Any, Literal, NamedTuple
 
 from megatron.slipstream.estimate.fit import Finder
 from megatron.slipstream.estimate.shape_tables import table
@@ -23,6 +23,9 @@ from megatron.slipstream.plan.walk import simulate
 
 NUM_POINTS = 24
 """Number of plans per option, at evenly spaced values."""
+
+Progress = Callable[[int, int], object]
+"""Called before each plan and at the end with the number of finished plans and the total."""
 
 MAX_OVERHEADS_PERCENT = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 SCHEMA = "slipstream-frontier"
@@ -118,16 +121,11 @@ class Frontier:
         return "\n".join(lines)
 
 
-def num_plans(num_points: int = NUM_POINTS) -> int:
-    """Return the number of plans in a sweep."""
-    return 2 * num_points + len(MAX_OVERHEADS_PERCENT)
-
-
 def sweep(
     trace: Trace,
     options: PolicyOptions,
     num_points: int = NUM_POINTS,
-    progress: Optional[Callable[[int, int], None]] = None,
+    progress: Progress = lambda done, total: None,
 ) -> Frontier:
     """Plan and simulate an iteration for a range of values of each swept option.
 
@@ -135,37 +133,33 @@ def sweep(
         trace: An iteration with times and bandwidth.
         options: Options of all plans; the swept ones are overridden.
         num_points: Plans per option with evenly spaced values, 2 or more.
-        progress: Called before each plan and at the end with the number of finished plans and the
-            total.
+        progress: See :data:`Progress`.
 
     Raises:
         ValueError: The trace has no times or no bandwidth.
     """
     base = replace(options, target_memory_bytes=None, max_overhead_percent=None)
     model = IterationModel(trace)
-    fractions = [round(place / (num_points - 1), 3) for place in range(num_points)]
-    variants: list[tuple[Sweep, float]] = [("activation_offload_fraction", f) for f in fractions]
-    total = num_plans(num_points)
-    report = progress or (lambda done, total: None)
+    total = 2 * num_points + len(MAX_OVERHEADS_PERCENT)
     points: list[FrontierPoint] = []
 
-    def run(more: Sequence[tuple[Sweep, float]]) -> None:
-        for option, value in more:
-            report(len(points), total)
+    def run(option: Sweep, values: Iterable[float]) -> None:
+        for value in values:
+            progress(len(points), total)
             points.append(_point(model, base, option, value))
 
-    run(variants)
+    last = num_points - 1
+    run("activation_offload_fraction", (round(n / last, 3) for n in range(num_points)))
     peaks = [point.peak_bytes for point in points]
     low, high = min(peaks), max(peaks)
-    targets = [
-        _bytes_to_type(low + (high - low) * place // num_points) for place in range(num_points)
-    ]
-    run([("target_memory_bytes", target) for target in targets])
-    run([("max_overhead_percent", percent) for percent in MAX_OVERHEADS_PERCENT])
-    report(total, total)
-    markers = (
-        _marker("nothing moves", points[0]),
-        _marker("everything moves", points[num_points - 1]),
+    targets = (_bytes_to_type(low + (high - low) * n // num_points) for n in range(num_points))
+    run("target_memory_bytes", targets)
+    run("max_overhead_percent", MAX_OVERHEADS_PERCENT)
+    progress(total, total)
+    ends = {"nothing moves": points[0], "everything moves": points[last]}
+    markers = tuple(
+        Marker(name, point.peak_bytes, point.total_ms, point.overhead_percent)
+        for name, point in ends.items()
     )
     return Frontier(mark_pareto(points), sum(trace.step_ms), bool(trace.memory), markers)
 
@@ -173,7 +167,7 @@ def sweep(
 def sweep_budgets(
     finder: Finder,
     num_points: int = NUM_POINTS,
-    progress: Optional[Callable[[int, int], None]] = None,
+    progress: Progress = lambda done, total: None,
 ) -> Frontier:
     """Choose what is kept, offloaded, recomputed and tiled for a range of budgets.
 
@@ -181,8 +175,7 @@ def sweep_budgets(
         finder: The model at the size to plan, and host memory; its device limit does not apply.
         num_points: Budgets, from the least that the model can take to what it takes as it is; 2
             or more.
-        progress: Called before each budget and at the end with the number of finished ones and the
-            total.
+        progress: See :data:`Progress`.
 
     Returns:
         The budgets that any choice keeps to, and a marker for each way that is compared.
@@ -193,36 +186,26 @@ def sweep_budgets(
     off = rows[OFF]
     low = model.least().usage.parts.total
     high, state = off.usage.parts.total, off.usage.parts.state
-    report = progress or (lambda done, total: None)
     points: list[FrontierPoint] = []
 
-    def overhead_percent(found: Iteration) -> float:
-        return 100 * (found.step_ms / off.step_ms - 1)
+    def taken(found: Iteration) -> tuple[int, float, float]:
+        overhead_percent = 100 * (found.step_ms / off.step_ms - 1)
+        return found.usage.parts.total, found.step_ms, overhead_percent
 
     for place in range(num_points):
-        report(place, num_points)
+        progress(place, num_points)
         # Closer together where memory is short, since time changes most there.
         share = (place / (num_points - 1)) ** 2
         budget = _bytes_to_type(low + (high - low) * share - state)
         row = model.within(replace(finder.limits, device_bytes=state + budget))
         if row is not None:
+            usage, text = row.usage, row.describe()
             points.append(
-                FrontierPoint(
-                    option="activation_memory_budget",
-                    value=budget,
-                    peak_bytes=row.usage.parts.total,
-                    total_ms=row.step_ms,
-                    overhead_percent=overhead_percent(row),
-                    moved_nbytes=row.usage.moved_bytes,
-                    peak_host_bytes=row.usage.host_bytes,
-                    text=row.describe(),
-                )
-            )
-    report(num_points, num_points)
-    markers = tuple(
-        Marker(way, row.usage.parts.total, row.step_ms, overhead_percent(row))
-        for way, row in rows.items()
-    )
+                FrontierPoint("activation_memory_budget", budget, *taken(row), usage.moved_bytes,
+                              usage.host_bytes, text)
+            )  # fmt: skip
+    progress(num_points, num_points)
+    markers = tuple(Marker(way, *taken(row)) for way, row in rows.items())
     return Frontier(mark_pareto(points), off.step_ms, True, markers)
 
 
@@ -238,26 +221,15 @@ def mark_pareto(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
     return tuple(replace(p, is_pareto=index in chosen) for index, p in enumerate(points))
 
 
-def _marker(name: str, point: FrontierPoint) -> Marker:
-    return Marker(name, point.peak_bytes, point.total_ms, point.overhead_percent)
-
-
 def _point(
     model: IterationModel, base: PolicyOptions, option: Sweep, value: float
 ) -> FrontierPoint:
     changed: dict[str, Any] = {option: value}
     plan = plan_of(model, replace(base, **changed), MAX_STEPS_OF_CHANGES)
-    simulation = simulate(plan)
-    peaks = simulation.peak_bytes
-    return FrontierPoint(
-        option=option,
-        value=value,
-        peak_bytes=simulation.peak_device_bytes if peaks is None else peaks[1],
-        total_ms=simulation.total_ms,
-        overhead_percent=simulation.overhead_percent,
-        moved_nbytes=plan.moved_nbytes,
-        peak_host_bytes=simulation.peak_host_bytes,
-    )
+    found = simulate(plan)
+    peak_bytes = (found.peak_bytes or (0, found.peak_device_bytes))[1]
+    return FrontierPoint(option, value, peak_bytes, found.total_ms, found.overhead_percent,
+                         plan.moved_nbytes, found.peak_host_bytes)  # fmt: skip
 
 
 def _bytes_to_type(nbytes: float) -> int:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.layers import (
+    CHECKPOINTS,
     TILED_PARTS,
     Cost,
     Part,
@@ -239,7 +240,7 @@ class _Layer:
                     yield _Section(names[names.index(end) - 1], (norm,), again)
             elif parts:
                 output, last = 0, parts[-1]
-                if module in _CHECKPOINTS and last not in self._tiled:
+                if module in CHECKPOINTS and last not in self._tiled:
                     output = sum(self._parts[last].given.values()) or self._hidden
                 yield _Section(_BEFORE.get(module, last), tuple(parts), missing, output)
 
@@ -254,9 +255,6 @@ _WITH_TILES = ("moe", "mlp", "moe_act")
 
 _BEFORE = {"moe_act": "expert_fc2", "mla_up_proj": "core_attn"}
 """The part before whose backward a module runs again, if it is not the module's last."""
-
-_CHECKPOINTS = frozenset({"moe", "mlp", "shared_experts", "core_attn"})
-"""Modules that run again in a checkpoint; others fill the output of their forward."""
 
 
 def _bytes_of(parts: Iterable[Part]) -> dict[str, int]:

@@ -52,7 +52,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Optional
+from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import Products, Speed
 from megatron.slipstream.estimate.model_parts import LayerKind
@@ -81,6 +81,10 @@ CHECKPOINT_INPUTS = "checkpoint_inputs"
 
 TILED_PARTS = frozenset({"mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc1", "moe_act", "expert_fc2"})
 """The parts of a layer that ``mlp_sequence_tiles`` computes tile by tile."""
+
+CHECKPOINTS = frozenset({"moe", "mlp", "shared_experts", "core_attn"})
+"""The ``recompute_modules`` that run again in a checkpoint; others fill the output of their
+forward."""
 
 KEPT_BY_RECOMPUTATION = "recomputation reads it too"
 """See [Note: Saved tensors under recomputation]."""
@@ -318,15 +322,15 @@ class _Layer:
         inside: int = 0,
         rerun_by: str = "",
         rerun_share: float = 1.0,
-        is_marked: Optional[bool] = None,
+        is_marked: bool = True,
     ) -> None:
         """Add a part; ``rerun_by`` has names with spaces between them."""
-        is_marked = name in MODULES if is_marked is None else is_marked
-        cost = cost._replace(rerun_share=rerun_share)
         modules = frozenset(rerun_by.split())
+        # Nothing is marked in the rerun of a checkpoint.
+        is_marked = is_marked and name in MODULES and not modules & CHECKPOINTS & self._setting
         self._parts.append(
-            Part(name, cost, saved, self._stream, taken or {}, given or {}, inside, modules,
-                 is_marked)
+            Part(name, cost._replace(rerun_share=rerun_share), saved, self._stream, taken or {},
+                 given or {}, inside, modules, is_marked)
         )  # fmt: skip
 
     def _add_norm(self, name: str, saved: Tensors, module: str, taken: str, given: str) -> None:
@@ -394,7 +398,7 @@ class _Layer:
             kept = KEPT_BY_RECOMPUTATION
             saved = tuple(each._replace(kept_by=kept) for each in (query, key, value))
         self._add("core_attn", cost, saved, heads_bytes, _bytes_of(output), inside=inside,
-                  rerun_by="core_attn", is_marked=not self._recomputes("core_attn"))  # fmt: skip
+                  rerun_by="core_attn")  # fmt: skip
         self._add("attn_proj", self._linear(hidden * heads * value_width, of_proj.numel),
                   (of_proj,), _bytes_of(output))  # fmt: skip
         self._add_residual("attn_residual", "attn_dropout_mask", "attended")
@@ -477,9 +481,8 @@ class _Layer:
         )
         factors: Tensors = (self._tensor("gdn_gate", numel),)
         if not shape.uses_transformer_engine:
-            factors = tuple(
-                self._float32(name, numel) for name in ("gdn_gate", "gdn_gate_activated")
-            )
+            names = ("gdn_gate", "gdn_gate_activated")
+            factors = tuple(self._float32(name, numel) for name in names)
         output, out = ({name: inner[3].nbytes} for name in ("gdn_output", "gdn_normed"))
         self._add(
             "gdn_rule",
@@ -550,10 +553,10 @@ class _Layer:
         activated = () if again else self._activation("mlp", rows, width)
         product = () if again else (self._input("mlp_activated", rows * width),)
         first, activation, second = self._products(rows, width)
-        flags: dict[str, Any] = {"rerun_by": "mlp", "is_marked": not again}
-        self._add("mlp_fc1", first, normed, self._hidden_bytes("normed_attended"), into, **flags)
-        self._add("mlp_act", activation, activated, into, out, **flags)
-        self._add("mlp_fc2", second, product, out, **flags)
+        taken = self._hidden_bytes("normed_attended")
+        self._add("mlp_fc1", first, normed, taken, into, rerun_by="mlp")
+        self._add("mlp_act", activation, activated, into, out, rerun_by="mlp")
+        self._add("mlp_fc2", second, product, out, rerun_by="mlp")
 
     def _experts(self, normed: Tensors) -> None:
         shape, experts = self._shape, self._shape.experts
@@ -565,9 +568,7 @@ class _Layer:
         weights = hidden * experts.num_experts
         scores = self._float32("router_scores", shape.region_tokens * experts.num_experts)
         taken = self._hidden_bytes("normed_attended")
-        sent, received = (
-            {name: rows * hidden * size} for name in ("expert_input", "expert_output")
-        )
+        sent, received = ({f"expert_{end}": rows * hidden * size} for end in ("input", "output"))
         router = Cost(2.0 * shape.region_tokens * weights, one_copy + 2.0 * routed, weights=weights)
         self._add("router", router, normed if again else (*normed, scores), taken, sent,
                   rerun_by="moe")  # fmt: skip
@@ -578,20 +579,15 @@ class _Layer:
         first, activation, second = (
             cost._replace(weights=cost.weights * num_local) for cost in self._products(rows, width)
         )
-        taken_in: Tensors = ()
-        activated: Tensors = ()
-        product: Tensors = ()
-        if not again:
-            taken_in = (self._input("expert_input", rows * hidden),)
-            activated = self._expert_activation(rows, width)
-        if not (again or self._recomputes("moe_act")):
-            product = (self._input("expert_activated", rows * width),)
-        marked = not again and not shape.mlp_sequence_tiles
-        self._add("expert_fc1", first, taken_in, sent, into, rerun_by="moe", is_marked=marked)
+        is_again, is_whole = self._recomputes("moe_act"), not shape.mlp_sequence_tiles
+        entering = () if again else (self._input("expert_input", rows * hidden),)
+        activated = () if again else self._expert_activation(rows, width)
+        product = () if again or is_again else (self._input("expert_activated", rows * width),)
+        self._add("expert_fc1", first, entering, sent, into, rerun_by="moe", is_marked=is_whole)
         self._add("moe_act", activation, activated, into, out, rerun_by="moe moe_act",
-                  is_marked=marked)  # fmt: skip
+                  is_marked=is_whole)  # fmt: skip
         self._add("expert_fc2", second, product, out, received, rerun_by="moe",
-                  is_marked=bool(product))  # fmt: skip
+                  is_marked=not is_again)  # fmt: skip
         self._add("combine", Cost(0.0, routed + one_copy), (), received, rerun_by="moe")
 
     def _shared_experts(self, normed: Tensors, width: int) -> None:
@@ -602,21 +598,16 @@ class _Layer:
                 normed = (self._input("normed_attended_quantized", self.hidden),)
             activated = self._input("shared_activated", tokens * width)
             saved = (*normed, *self._activation("shared", tokens, width), activated)
-        again = self._recomputes("moe")
-        costs = self._products(tokens, width)
-        flops, moved, weights = (
-            sum(getattr(cost, name) for cost in costs)
-            for name in ("flops", "traffic_bytes", "weights")
+        first, activation, second = self._products(tokens, width)
+        cost = first._replace(
+            flops=first.flops + second.flops,
+            traffic_bytes=first.traffic_bytes + activation.traffic_bytes + second.traffic_bytes,
+            weights=first.weights + second.weights,
         )
-        self._add(
-            "shared_experts",
-            Cost(flops, moved, kind=costs[0].kind, weights=weights),
-            () if again else saved,
-            self._hidden_bytes("normed_attended"),
-            inside=tokens * width * shape.element_bytes * (self._gate_factor + 1),
-            rerun_by="moe shared_experts",
-            is_marked=not again and not self._recomputes("shared_experts"),
-        )
+        inside = tokens * width * shape.element_bytes * (self._gate_factor + 1)
+        saved = () if self._recomputes("moe") else saved
+        self._add("shared_experts", cost, saved, self._hidden_bytes("normed_attended"),
+                  inside=inside, rerun_by="moe shared_experts")  # fmt: skip
 
     # Costs
 
