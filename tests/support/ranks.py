@@ -91,8 +91,12 @@ def import_megatron() -> None:
     import megatron.slipstream.integration.cpu.cpu_only
     import megatron.slipstream.integration.graphs.chunks
     import megatron.slipstream.integration.install
-    import megatron.slipstream.integration.packed.packed_sequences  # noqa: F401
+    import megatron.slipstream.integration.packed.packed_sequences
+    import megatron.slipstream.patches.module_names
+    import megatron.slipstream.patches.multihot_map  # noqa: F401
+    from megatron.slipstream.fine_grained_activation_offload.native import native_module
 
+    native_module()
     # Cached: otherwise each process creates it at its first call of a compiled function.
     trace_rules.get_torch_obj_rule_map()
     load_shared_storage()
