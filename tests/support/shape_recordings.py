@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 from megatron_models import _causal_mask
@@ -22,8 +22,8 @@ class Recording(NamedTuple):
     """The recording of one model."""
 
     shape: ModelShape
-    trace: Trace
-    """Trace of an iteration that followed a plan."""
+    trace: Optional[Trace]
+    """Trace of an iteration that followed a plan; None if nothing moves."""
     d2h_bytes: int
     """Bytes offloaded in this iteration."""
     saved_bytes: int
@@ -37,7 +37,7 @@ def record_all(
     cases: Mapping[str, tuple[ModelCase, Sequence[str]]],
     num_micro_batches: int,
 ) -> dict[str, Recording]:
-    """Record every case in order; to be run on one rank."""
+    """Record every case in order, those with modules while these move; to be run on one rank."""
     return {
         name: _record(rank, world_size, port, case, modules, num_micro_batches)
         for name, (case, modules) in cases.items()
@@ -62,6 +62,8 @@ def _record(
         attention_backend="local",
     )
     saved_bytes = _saved_bytes(case, build_chunks(case, config)[0])
+    if not modules:
+        return Recording(shape, None, 0, saved_bytes)
     install.uninstall()
     moves_inputs = CHECKPOINT_INPUTS in modules
     options = OffloadConfig(offload_backend="cpu", offload_checkpoint_inputs=moves_inputs)

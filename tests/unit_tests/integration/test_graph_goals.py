@@ -96,11 +96,11 @@ def _follow(
         chunks = build_chunks(case, config)
         CpuBackend.has_come = not is_late  # type: ignore[attr-defined]
         logging.getLogger("megatron.slipstream").addHandler(Log(logging.WARNING))
-        train(case, config, chunks, (2,) * num_steps)
+        train(case, config, chunks, (1,) * num_steps)
         CpuBackend.has_come = True  # type: ignore[attr-defined]
         if case.is_packed:
             accumulators = prepare_unwrapped(chunks)
-            helper = capture_layers(case, config, chunks, 2)
+            helper = capture_layers(case, config, chunks, 1)
             plan, moves = manager.plan, manager.graphs.moves_anything
             helper.delete_cuda_graphs()
             accumulators.clear()
