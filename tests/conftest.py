@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from compile_extensions import is_done
 from garbage import freeze
 
 from tools.shared_gpus import num_places, num_tests_per_gpu
@@ -109,7 +110,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """With several processes, compile at once what their tests need, while they collect."""
     config = session.config
-    if not getattr(config.option, "numprocesses", None) or config.option.collectonly:
+    if not getattr(config.option, "numprocesses", None) or config.option.collectonly or is_done():
         return
     compiling = subprocess.Popen(
         [sys.executable, "tests/support/compile_extensions.py"],

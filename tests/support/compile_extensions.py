@@ -9,10 +9,28 @@ wait for its lock. ``.ci/run`` runs it beside lint, and several processes while 
 from __future__ import annotations
 
 import os
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
-from megatron.core.tensor_parallel import random
-from torch.utils import cpp_extension
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "megatron" / "slipstream" / "fine_grained_activation_offload" / "native"
+
+
+def is_done() -> bool:
+    """Whether this file has run since the sources changed.
+
+    It imports neither torch nor megatron-core, which takes as long as to run this file again.
+    """
+    try:
+        done = _stamp().stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return all(file.stat().st_mtime < done for file in SOURCES.glob("*.*"))
+
+
+def _stamp() -> Path:
+    return ROOT / ".cache" / f"compiled-{sys.implementation.cache_tag}-{version('torch')}"
 
 
 def load_shared_storage() -> None:
@@ -21,6 +39,9 @@ def load_shared_storage() -> None:
     A forked process that inherits it does not take the lock of its folder. torch takes that lock
     with each load, and waits for it without end, also if its owner was killed.
     """
+    from megatron.core.tensor_parallel import random
+    from torch.utils import cpp_extension
+
     if getattr(random, "_share_storage_ext", random) is None:
         remove_left_lock(Path(cpp_extension._get_build_directory("share_storage_ext", False)))
         random._get_share_storage()
@@ -64,3 +85,5 @@ if __name__ == "__main__":
 
     native_module()
     load_shared_storage()
+    _stamp().parent.mkdir(exist_ok=True)
+    _stamp().touch()
