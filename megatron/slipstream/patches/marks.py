@@ -29,8 +29,8 @@ from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEn
 from megatron.slipstream.fine_grained_activation_offload.markers import run_checkpoint
 
 
-def _engine() -> Optional[OffloadEngine]:
-    """Return the installed engine; megatron-core's own manager holds none."""
+def marking_engine() -> Optional[OffloadEngine]:
+    """Return the installed engine, which supports [Note: Marks of no group], if it is ours."""
     manager = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
     return getattr(manager, "engine", None)
 
@@ -81,7 +81,7 @@ def tell_discarded_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def tell_discard(checkpoint: Any) -> None:
     """Tell the engine that a ``CheckpointWithoutOutput`` is about to discard its outputs."""
-    engine = _engine()
+    engine = marking_engine()
     if engine is not None:
         for output in checkpoint.outputs or ():
             engine.store.before_discard(output)
@@ -118,7 +118,7 @@ def run_in_a_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def apply(*arguments: Any, **options: Any) -> Any:
         run = functools.partial(original, *arguments, **options)
-        engine = _engine()
+        engine = marking_engine()
         return run() if engine is None else run_checkpoint(engine, run)
 
     return apply

@@ -17,6 +17,7 @@ import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 from torch.utils._pytree import tree_leaves
 
+from megatron.slipstream.patches.marks import marking_engine
 from megatron.slipstream.plan.trace import StepKind
 
 before_first_call: Optional[Callable[[], None]] = None
@@ -44,12 +45,6 @@ def build_through_router(build: Callable[..., Any]) -> Callable[..., Any]:
         return plain() if router is None else router.plan_nodes(chunk, plain)
 
     return build_schedule_plan
-
-
-def marking_engine() -> Optional[Any]:
-    """Return the installed engine, which supports [Note: Marks of no group]."""
-    manager = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-    return getattr(manager, "engine", None)  # megatron-core's own holds none.
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

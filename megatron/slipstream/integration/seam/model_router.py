@@ -37,7 +37,8 @@ from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.integration.seam.p2p_sync import disable_p2p_host_sync
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.options.model import moves_in_layer_graphs
-from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
+from megatron.slipstream.patches.marks import marking_engine
+from megatron.slipstream.patches.model_calls import tensors_in
 from megatron.slipstream.plan.trace import StepKind
 
 Prepare = Callable[[torch.nn.Module, Callable[[], "RoutedManager"]], list[Callable[[], None]]]

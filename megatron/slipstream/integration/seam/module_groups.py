@@ -23,7 +23,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.slipstream.options.modules import own_modules
-from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
+from megatron.slipstream.patches.marks import marking_engine
+from megatron.slipstream.patches.model_calls import tensors_in
 
 _Groups = tuple[tuple[str, ...], ...]
 """A name of ``OWN_MODULES``, and the module that is the group, or two that surround it."""
