@@ -67,10 +67,10 @@ def _lacks_layers(facts: Any, letters: str) -> bool:
     return is_known and not has_layers(facts, letters)
 
 
-def _refused(
-    names: Iterable[str], when: Predicate, where: str, because: str, cure: str = ""
-) -> Rule:
-    """Return the rule that some modules cannot move ``where`` a condition holds."""
+def _refused(names: Iterable[str], when: Predicate, text: str) -> Rule:
+    """Return the rule that some modules cannot move under a condition: 'where: because; cure'."""
+    where, _, text = text.partition(": ")
+    because, _, cure = text.partition("; ")
     listed = sorted(names)
     return option_rule(
         "offload_modules",
@@ -86,21 +86,18 @@ def _if_recomputed(names: Iterable[str], module: str) -> Rule:
     return _refused(
         names,
         lambda f: f.recompute_granularity == "selective" and module in (f.recompute_modules or ()),
-        f"with {module!r} in recompute_modules",
-        "what backward computes again saves nothing inside",
+        f"with {module!r} in recompute_modules: what backward computes again saves nothing inside; "
         f"remove {module!r} from recompute_modules",
     )
 
 
 def _if_on(names: Iterable[str], option: str, because: str) -> Rule:
     """Return the rule that modules cannot move with an option."""
-    where, cure = f"with {option}=True", f"set {option}=False"
-    return _refused(names, lambda f: getattr(f, option), where, because, cure)
+    text = f"with {option}=True: {because}; set {option}=False"
+    return _refused(names, lambda f: getattr(f, option), text)
 
 
-def _if_lacking(
-    names: Iterable[str], option: str, because: str, cure: str = "", letters: str = ""
-) -> Rule:
+def _if_lacking(names: Iterable[str], option: str, because: str, letters: str = "") -> Rule:
     """Return the rule that modules cannot move in a model that lacks what an option sets.
 
     Layers of some letters in a pattern set the option, too.
@@ -108,9 +105,7 @@ def _if_lacking(
     return _refused(
         names,
         lambda f: f.lacks(option) and not has_layers(f, letters),
-        f"without {option}",
-        because,
-        cure,
+        f"without {option}: {because}",
     )
 
 
@@ -118,29 +113,25 @@ OWN_MODULE_RULES: tuple[Rule, ...] = (
     _refused(
         OWN_MODULES,
         lambda f: f.offload_engine != "slipstream",
-        "with offload_engine='megatron'",
-        "that engine moves only what megatron-core marks",
+        "with offload_engine='megatron': that engine moves only what megatron-core marks; "
         "set offload_engine='slipstream'",
     ),
     _refused(
         OWN_MODULES,
         lambda f: f.cuda_graph_impl == "local",
-        "with cuda_graph_impl='local'",
-        "only megatron-core's expert modules move outside of its graphs",
-        "set cuda_graph_impl='transformer_engine'",
+        "with cuda_graph_impl='local': only megatron-core's expert modules move outside of its "
+        "graphs; set cuda_graph_impl='transformer_engine'",
     ),
     _refused(
         OUTSIDE_LAYERS,
         lambda f: f.cuda_graph_granularity == "chunk",
-        "with cuda_graph_granularity='chunk'",
-        "these modules run outside of the graphs, which hold the host memory",
-        "set cuda_graph_granularity='layer'",
+        "with cuda_graph_granularity='chunk': these modules run outside of the graphs, which hold "
+        "the host memory; set cuda_graph_granularity='layer'",
     ),
     _refused(
         OF_DENSE_MLP,
         has_only_expert_layers,
-        "with moe_layer_freq={moe_layer_freq}",
-        "no layer has a dense MLP then",
+        "with moe_layer_freq={moe_layer_freq}: no layer has a dense MLP then",
     ),
     _if_recomputed(OF_DENSE_MLP, "mlp"),
     _if_on(
@@ -151,8 +142,7 @@ OWN_MODULE_RULES: tuple[Rule, ...] = (
     _refused(
         ("expert_fc2",),
         lambda f: not f.num_moe_experts or f.lacks("moe_grouped_gemm"),
-        "without moe_grouped_gemm",
-        "only the grouped experts have one second GEMM",
+        "without moe_grouped_gemm: only the grouped experts have one second GEMM",
     ),
     _if_recomputed(("expert_fc2", "shared_experts"), "moe"),
     _if_on(("expert_fc2",), "moe_paged_stash", "the stash holds what the experts save"),
@@ -170,22 +160,19 @@ OWN_MODULE_RULES: tuple[Rule, ...] = (
     _if_lacking(
         OF_LATENT_ATTENTION,
         "multi_latent_attention",
-        "other attention has no such projections",
-        "name qkv_linear",
-        letters="+D",
+        "other attention has no such projections; name qkv_linear",
+        "+D",
     ),
     _if_recomputed(("mla_up_proj",), "mla_up_proj"),
     _refused(
         OF_GATED_DELTA_NET,
         lambda f: f.experimental_attention_variant != "gated_delta_net" and _lacks_layers(f, "G"),
-        "with hybrid_layer_pattern={hybrid_layer_pattern}",
-        "no layer has a gated delta net then",
+        "with hybrid_layer_pattern={hybrid_layer_pattern}: no layer has a gated delta net then",
     ),
     _refused(
         OF_MAMBA,
         lambda f: _lacks_layers(f, "M"),
-        "with hybrid_layer_pattern={hybrid_layer_pattern}",
-        "no layer is a Mamba layer then",
+        "with hybrid_layer_pattern={hybrid_layer_pattern}: no layer is a Mamba layer then",
     ),
 )
 """Requirements on Slipstream's own modules. Where the checked object lacks an option, as while

@@ -58,7 +58,11 @@ def run(options: argparse.Namespace) -> None:
     from megatron.slipstream.report_page.findings import next_step
 
     _check(options)
-    reports = [_load(path) for path in options.files]
+    reports = []
+    for path in options.files:
+        with reading("report ", path, "train with --offload-report-path", "--offload-report-path"):
+            data = path.read_bytes()
+        reports.append(Report.from_json(data, path))
     _refuse_repeated(options.files, reports)
     report = Report.merge(reports)
     if options.html is None:
@@ -84,14 +88,6 @@ def _check(options: argparse.Namespace) -> None:
             f"--trace has {len(options.trace)} files for {len(options.files)} reports; give one "
             "per report, in the same order"
         )
-
-
-def _load(path: Path) -> Report:
-    from megatron.slipstream.fine_grained_activation_offload.report import Report
-
-    with reading("report ", path, "train with --offload-report-path", "--offload-report-path"):
-        data = path.read_bytes()
-    return Report.from_json(data, path)
 
 
 def _refuse_repeated(paths: Sequence[Path], reports: Sequence[Report]) -> None:
