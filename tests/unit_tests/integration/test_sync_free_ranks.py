@@ -68,7 +68,7 @@ def compare(
     ours = layer_of(config, factor)
     load_from(ours, theirs)
     found: list[str] = []
-    for seed in range(3):
+    for seed in range(2):
         seed = 10 * seed + rank
         expected = run_layer(theirs, config, seed)
         config.finalize_model_grads_func = lambda *_, **__: None  # checked there
