@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -139,6 +140,13 @@ def _config(kind: str, modules: Sequence[str], has_gpu: bool, options: dict[str,
     return TransformerConfig(**(given | options))
 
 
+class Arguments(SimpleNamespace):  # since packed
+    """Arguments of a training: those that are given; others are None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 Batches = Callable[[int], Iterator[dict[str, Any]]]
 """Makes the micro-batches of an iteration, each when the model takes it: arguments of the model by
 name, and ``loss_mask`` where some labels do not count."""
@@ -218,6 +226,11 @@ def train(
         found += [gradient for gradient in gradients if gradient is not None]
         results += [torch.from_numpy(tensor.float().cpu().numpy().copy()) for tensor in found]
     return results
+
+
+def same(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are equal bit by bit."""
+    return all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def _run(model: Any, batches: Iterator[dict[str, Any]]) -> list[torch.Tensor]:

@@ -7,10 +7,9 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import pytest
-import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as facade
 from megatron.core.pipeline_parallel.offload_engine.select import deselect, select
-from offloaded_models import KINDS, MODULES, build, finish, train
+from offloaded_models import KINDS, MODULES, build, finish, same, train
 
 from megatron.slipstream.fine_grained_activation_offload.engine_setup import host_limit
 from megatron.slipstream.options.fields import OffloadConfig
@@ -35,7 +34,7 @@ def test_offloading_changes_no_bit(kind: str, native: str) -> None:
     manager = select(OffloadConfig(offload_backend="cpu-lazy", offload_native=native))
     found = train(build(kind, MODULES[kind]))
     assert len(found) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert same(expected, found)
     assert manager.report.d2h_bytes > 0
     assert {name for name in MODULES[kind] if manager.report.modules[name].d2h_bytes}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.offload_engine.select import deselect, select
 from megatron.training.captured_models import captures_model
-from offloaded_models import MODULES, build, finish, packs, rows, train, wrap
+from offloaded_models import MODULES, build, finish, packs, rows, same, train, wrap
 
 from megatron.slipstream.integration.graphs.chunks import (
     close_graphs,
@@ -41,11 +41,6 @@ def _nothing_is_left() -> Iterator[None]:
     yield
     close_graphs()
     deselect()
-
-
-def same(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
-    equal = (torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    return all(equal)
 
 
 @pytest.mark.parametrize("offloads", [False, True], ids=["stays", "moves"])

@@ -24,11 +24,13 @@ from megatron.core.pipeline_parallel.offload_engine.select import deselect, sele
 from offloaded_models import (
     MODULES,
     VOCAB_SIZE,
+    Arguments,
     Batches,
     build,
     capture_layers,
     initialize,
     pack,
+    same,
     train,
     wrap,  # since chunks
 )
@@ -209,7 +211,7 @@ def _train_offloading(rank: int) -> tuple[list[Any], list[Any], int]:
 
 def test_offloading_changes_no_bit(ranks: list[Any]) -> None:
     for _, (expected, found, moved), *_ in ranks:
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert same(expected, found)
         assert moved > 0
 
 
@@ -237,7 +239,7 @@ def _train_replayed(rank: int) -> tuple[list[Any], list[Any], dict[int, int]]:  
 
 def test_chunk_graphs_of_each_size_change_no_bit(ranks: list[Any]) -> None:  # since chunks
     for _, _, _, (expected, found, num_replays), *_ in ranks:
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert same(expected, found)
         assert num_replays == {1: 2, 2: 2}
 
 
@@ -271,15 +273,8 @@ def _train_layers(rank: int) -> tuple[list[Any], list[Any], set[int]]:  # since 
 
 def test_layer_graphs_of_each_size_change_no_bit(ranks: list[Any]) -> None:  # since packed_layers
     for *_, (expected, found, sizes) in ranks:
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert same(expected, found)
         assert sizes == {1, 2}
-
-
-class Arguments(SimpleNamespace):
-    """Arguments of a training: those that are given; others are None."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
 
 
 ON = {

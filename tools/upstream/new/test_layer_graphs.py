@@ -12,7 +12,7 @@ import torch
 from imitated_layer_graphs import imitated_layer_graphs
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as facade
 from megatron.core.pipeline_parallel.offload_engine.select import deselect, select_at_first_call
-from offloaded_models import MODULES, NUM_MICRO_BATCHES, build, capture_layers, finish, train
+from offloaded_models import MODULES, NUM_MICRO_BATCHES, build, capture_layers, finish, same, train
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
 ON = {"offload_engine": "slipstream", "offload_backend": "cpu", "offload_native": "off"}
@@ -67,7 +67,7 @@ def captured(kind: str, scope: list[str]) -> tuple[list[Any], set[str]]:
 def test_copies_in_graphs_change_no_bit(kind: str, scope: list[str], moves: set[str]) -> None:
     expected = train(build(kind, **BF16).bfloat16())
     found, moved = captured(kind, scope)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert same(expected, found)
     assert moved == moves
 
 

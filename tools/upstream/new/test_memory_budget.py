@@ -11,7 +11,7 @@ import pytest
 import torch
 from cpu_memory import DeviceMemoryMeter
 from megatron.core.pipeline_parallel.offload_engine.select import deselect, select
-from offloaded_models import MODULES, build, finish, train
+from offloaded_models import MODULES, build, finish, same, train
 
 from megatron.slipstream.integration.layers.layer_settings import apply, assignment_of, layers_of
 from megatron.slipstream.options.fields import OffloadConfig
@@ -37,11 +37,6 @@ def _shims_are_undone() -> Iterator[None]:
 def _built_in_engine_afterwards() -> Iterator[None]:
     yield
     deselect()
-
-
-def same(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
-    equal = (torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    return all(equal)
 
 
 def within(kind: str, gib: float) -> tuple[list[torch.Tensor], Any]:

@@ -22,6 +22,7 @@ from offloaded_models import (
     capture_layers,
     finish,
     packs,
+    same,
     train,
 )
 
@@ -89,7 +90,7 @@ def test_graphs_change_no_bit(kind: str, scope: list[str], num_layers: int, offl
     expected = train(build(kind), batches=packs)
     modules = MODULES[kind] if offloads else ()
     found, num_replays, moved = trained(kind, offload_modules=modules, cuda_graph_modules=scope)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert same(expected, found)
     num_replayed = NUM_STEPS - GRAPHS["cuda_graph_warmup_steps"]
     assert num_replays == num_replayed * NUM_MICRO_BATCHES * num_layers
     assert bool(moved) == (offloads and scope not in (["mlp"], ["moe_router"]))

@@ -8,7 +8,6 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline_parallel" / "offload_support"))
 
 from megatron.core.pipeline_parallel.offload_engine.select import deselect, select
-from offloaded_models import MODULES, VOCAB_SIZE, build, finish, initialize, pack, packs, train
+from offloaded_models import (
+    MODULES,
+    VOCAB_SIZE,
+    Arguments,
+    build,
+    finish,
+    initialize,
+    pack,
+    packs,
+    same,
+    train,
+)
 from small_corpora import END_OF_DOCUMENT, batches_of, dataset_config, write_corpus
 
 from megatron.slipstream.integration.packed import packed_sequences
@@ -101,17 +111,10 @@ def test_offloading_changes_no_bit(kind: str) -> None:
     manager = select(OffloadConfig(offload_backend="cpu-lazy", offload_native="off"))
     try:
         found = train(build(kind, MODULES[kind]), batches=packs)
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert same(expected, found)
         assert manager.report.d2h_bytes > 0
     finally:
         deselect()
-
-
-class Arguments(SimpleNamespace):
-    """Arguments of a training: those that are given; others are None."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
 
 
 def test_training_reads_documents(tmp_path: Path, monkeypatch: Any) -> None:
