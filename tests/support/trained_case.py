@@ -88,7 +88,8 @@ def _keep_results(result: dict[str, Any]) -> None:
         result["weights"] = _digest(parameters)
         manager = facade.PipelineOffloadManager.OFFLOAD_MGR.router.default
         result["plan"] = repr(manager.plan)
-        result["moved_bytes"] = manager.report.d2h_bytes
+        graphs = manager.report.graphs.values()
+        result["moved_bytes"] = manager.report.d2h_bytes + sum(one.d2h_bytes for one in graphs)
         return done
 
     training.train_step = step

@@ -90,7 +90,7 @@ COMMITS = (
         (
             *("integration.seam.gradients", "integration.seam.model_router"),
             *("integration.seam.p2p_sync", "integration.seam.compat", "options.model"),
-            *("patches.model_calls", "patches.releases"),
+            *("patches.attributes", "patches.model_calls", "patches.releases"),
         ),
         ("select.py", "offloaded_models.py", "test_bit_equality.py"),
         helpers=(
@@ -172,7 +172,7 @@ COMMITS = (
             *("integration.graphs.chunks", "integration.graphs.cp_sizes"),
             *("integration.graphs.quantized_weights", "integration.graphs.rotary_tables"),
             "integration.graphs.schedules",
-            *("options.chunk_graphs", "patches.attributes", "patches.exchanged_tensors"),
+            *("options.chunk_graphs", "patches.exchanged_tensors"),
         ),
         new=(
             *("offloaded_models.py", "captured_models.py", "test_chunk_graphs.py"),

@@ -81,7 +81,7 @@ MODULES = {
     "options.packing": "megatron.training.packing_rules",
     "options.preflight": f"{ENGINE}.process_facts",
     "options.rules": f"{ENGINE}.rules",
-    "patches.attributes": f"{CHUNK_GRAPHS}.attributes",
+    "patches.attributes": f"{ENGINE}.attributes",
     "patches.d2h_by_kernel": "megatron.core.d2h_by_kernel",
     "patches.exchanged_tensors": f"{CHUNK_GRAPHS}.exchanged_tensors",
     "patches.graph_calls": "megatron.core.transformer.graph_calls",

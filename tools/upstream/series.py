@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import os
 import subprocess
@@ -104,6 +105,8 @@ def make(root: Path, commits: Sequence[Commit] = COMMITS) -> Iterator[Made]:
             path = root / file.path
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(file.text)
+        for file in files:
+            _check_imports(root, file)
         _copy_native(root, commit)
         git(root, "add", "--all")
         message = f"{commit.title}\n\n{commit.text}"
@@ -111,6 +114,17 @@ def make(root: Path, commits: Sequence[Commit] = COMMITS) -> Iterator[Made]:
         num_new = sum(file.text.count("\n") for file in files)
         shown = [edit for edit in edits if edit[2]]
         yield Made(commit.title, shown, num_new, num_staying)
+
+
+def _check_imports(root: Path, file: Landed) -> None:
+    """Check that the modules of Megatron exist that a file imports, in this commit already."""
+    for node in ast.walk(ast.parse(file.text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron."):
+            path = root / str(node.module).replace(".", "/")
+            if not path.is_dir() and not path.with_suffix(".py").is_file():
+                raise ValueError(
+                    f"{file.path}:{node.lineno} imports {node.module}, which does not exist"
+                )
 
 
 def _new_files(name: str, made: frozenset[str]) -> list[Landed]:
