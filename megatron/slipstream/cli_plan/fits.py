@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Optional
 
 from megatron.slipstream.cli_plan.models import speed_for
@@ -19,7 +20,8 @@ from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.model_state import host_state_bytes, state_bytes
 from megatron.slipstream.estimate.shape_tables import table
 from megatron.slipstream.estimate.training_setup import Configured
-from megatron.slipstream.estimate.ways import BUDGET, BUILT_IN, FULL, HOST, WAYS, Iteration, Limits
+from megatron.slipstream.estimate.ways import BUDGET, BUILT_IN, FULL, HOST, WAYS, Iteration
+from megatron.slipstream.plan.assignments import Limits
 from megatron.slipstream.plan.progress_bar import bar_on_stderr
 from megatron.slipstream.plan.render import format_bytes
 
@@ -92,14 +94,15 @@ def _memory_bytes(speed: Speed, options: argparse.Namespace) -> int:
     return int((memory - margin) * 2**30)
 
 
+def state_of(shape: ModelShape, rank: int, options: argparse.Namespace) -> int:
+    """Return the state of a pipeline rank in bytes, which the user may give."""
+    if options.state_gib is not None:
+        return int(options.state_gib * 2**30)
+    return state_bytes(shape, rank)
+
+
 def finder_for(configured: Configured, speed: Speed, options: argparse.Namespace) -> Finder:
     """Return the search for what fits into the memory that the options name."""
-
-    def state(shape: ModelShape, rank: int) -> int:
-        if options.state_gib is not None:
-            return int(options.state_gib * 2**30)
-        return state_bytes(shape, rank)
-
     memory = _memory_bytes(speed, options)
     par = configured.shape.parallelism
     host = None if options.host_memory is None else int(options.host_memory * 2**30)
@@ -110,11 +113,14 @@ def finder_for(configured: Configured, speed: Speed, options: argparse.Namespace
             f"because its state takes {format_bytes(optimizer)} there; set more, or leave it out"
         )
     host = None if host is None else host - optimizer
-    limits = Limits(memory, host, state)
-    if options.largest_micro_batch:
-        return Finder(configured, speed, limits, "micro_batch_size", 1)
-    step = STEP_TOKENS * par.cp * (par.tp if par.sequence_parallel else 1)
-    return Finder(configured, speed, limits, "seq_length", step)
+    searched, step = "micro_batch_size", 1
+    if not options.largest_micro_batch:
+        searched, step = (
+            "seq_length",
+            STEP_TOKENS * par.cp * (par.tp if par.sequence_parallel else 1),
+        )
+    state = partial(state_of, options=options)
+    return Finder(configured, speed, Limits(memory, host), searched, step, state)
 
 
 def _lines(

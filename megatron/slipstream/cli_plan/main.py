@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.slipstream.cli_plan.fits import finder_for, prepare_search, show_fits
+from megatron.slipstream.cli_plan.fits import finder_for, prepare_search, show_fits, state_of
 from megatron.slipstream.cli_plan.models import configured_by, speed_for
 from megatron.slipstream.cli_plan.options import TRAINING, UNTIMED, as_typed, flag_of
 from megatron.slipstream.cli_plan.sizes import MAX_BYTES, check_sizes
@@ -28,7 +28,6 @@ from megatron.slipstream.estimate.frontier import Frontier, sweep, sweep_budgets
 from megatron.slipstream.estimate.frontier_picture import frontier_png, require_matplotlib
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_parts import MAX_SIZE
-from megatron.slipstream.estimate.model_state import state_bytes
 from megatron.slipstream.estimate.shape_tables import (
     RankPlan,
     answer,
@@ -326,9 +325,7 @@ def _plan_ranks(
     check_sizes(work, ranks, options)
     with bar_on_stderr() as progress:
         for rank in progress.track(ranks, description="planning pipeline ranks"):
-            state = state_bytes(configured.shape, rank)
-            if options.state_gib is not None:
-                state = int(options.state_gib * 2**30)
+            state = state_of(configured.shape, rank, options)
             trace = synthetic_trace(work, rank, state)
             plan = build_plan(trace, policy) if trace.steps else None
             simulation = None if plan is None else simulate(plan)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.slipstream.cli_plan.options import UNTIMED, flag_of
+from megatron.slipstream.cli_plan.options import AIMS, UNTIMED, flag_of
 from megatron.slipstream.estimate.gpus import GPUS, Speed, find_speed
 from megatron.slipstream.estimate.hugging_face import HubModel, load_hub_config
 from megatron.slipstream.estimate.model_options import (
@@ -27,11 +27,7 @@ from megatron.slipstream.estimate.training_setup import (
     usable_modules,
 )
 
-_PLAN_ONLY = frozenset(
-    "--" + name.replace("_", "-")
-    for name in (*UNTIMED, "hf_config", "target_memory", "max_overhead", "fraction", "timeline",
-                 "frontier", "output")
-)  # fmt: skip
+_PLAN_ONLY = {"--" + name.replace("_", "-") for name in (*UNTIMED, *AIMS, "hf_config")}
 
 
 def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configured:

@@ -12,16 +12,17 @@ from typing import Any, Optional
 
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_parts import MAX_SIZE
+from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.training_setup import Configured
 from megatron.slipstream.estimate.ways import (
     BUDGET,
     HOST,
     WAYS,
     Iteration,
-    Limits,
     SizedModel,
     Usage,
 )
+from megatron.slipstream.plan.assignments import Limits
 
 STEP_TOKENS = 1024
 """Sequences are searched in multiples of this many tokens per context-parallel rank."""
@@ -53,6 +54,7 @@ class Finder:
         searched: The field of :class:`ModelShape` that is searched: ``seq_length`` or
             ``micro_batch_size``.
         step: Sizes are multiples of this.
+        state_bytes: The state of a pipeline rank.
     """
 
     configured: Configured
@@ -60,6 +62,7 @@ class Finder:
     limits: Limits
     searched: str
     step: int
+    state_bytes: Callable[[ModelShape, int], int]
     _models: dict[int, SizedModel] = field(default_factory=dict, compare=False)
     _sizes: dict[str, int] = field(default_factory=dict, compare=False)
 
@@ -107,7 +110,7 @@ class Finder:
         if size not in self._models:
             sized: dict[str, Any] = {self.searched: size}
             shape = replace(self.configured.shape, **sized)
-            state = [self.limits.state_bytes(shape, n) for n in range(shape.parallelism.pp)]
+            state = [self.state_bytes(shape, n) for n in range(shape.parallelism.pp)]
             configured = replace(self.configured, shape=shape)
             self._models[size] = SizedModel(configured, self.speed, tuple(state))
         return self._models[size]

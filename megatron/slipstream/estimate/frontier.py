@@ -197,7 +197,7 @@ def sweep_budgets(
         # Closer together where memory is short, since time changes most there.
         share = (place / (num_points - 1)) ** 2
         budget = _bytes_to_type(low + (high - low) * share - state)
-        row = model.within(replace(finder.limits, device_bytes=state + budget))
+        row = model.within(finder.limits._replace(device_bytes=state + budget))
         if row is not None:
             usage, text = row.usage, row.describe()
             points.append(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Optional
@@ -26,7 +26,7 @@ from megatron.slipstream.estimate.schedules import Pass, idle_ms
 from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.estimate.training_setup import Configured, usable_modules
 from megatron.slipstream.plan.actions import Plan
-from megatron.slipstream.plan.assignments import Judge, Limits as RankLimits, Score, shortest
+from megatron.slipstream.plan.assignments import Judge, Limits, Score, shortest
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.choose import choose
@@ -38,7 +38,7 @@ from megatron.slipstream.plan.settings import (
     LayerSetting,
 )
 from megatron.slipstream.plan.templates import ChunkPass, RankTemplates
-from megatron.slipstream.plan.trace import StepKind, Trace
+from megatron.slipstream.plan.trace import StepKind
 from megatron.slipstream.plan.walk import simulate
 
 OFF, SELECTIVE, FULL, BUILT_IN, BUDGET = WAYS = (
@@ -73,17 +73,6 @@ class Parts(NamedTuple):
     def largest(self) -> str:
         """The name of the largest part that depends on the number of tokens."""
         return max(self._fields[1:], key=lambda name: int(getattr(self, name)))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a rank may use."""
-
-    device_bytes: int
-    host_bytes: Optional[int] = None
-    """None for no limit."""
-    state_bytes: Callable[[ModelShape, int], int] = lambda shape, rank: 0
-    """State of a pipeline rank."""
 
 
 class Usage(NamedTuple):
@@ -136,35 +125,38 @@ class PlannedRank:
     """The layers of a pipeline rank, and the plan of a few micro-batches after which it repeats.
 
     Args:
+        rank: Its layers and its schedule.
         assignment: What each layer recomputes.
-        passes: A pass through each of its chunks.
-        trace: The micro-batches, with what does not move.
-        device_bytes: Device memory of each step of the trace.
-        plan: What moves, with its times; None if nothing does.
-        host_bytes: The most that is on the host at once.
+        plan: What moves.
+        timed: Returns the plan with times, if it is another.
     """
 
+    rank: RankTemplates
     assignment: Assignment
-    passes: tuple[ChunkPass, ...]
-    trace: Trace
-    device_bytes: Sequence[int]
-    plan: Optional[Callable[[], Plan]] = None
-    host_bytes: int = 0
-    moved_bytes: int = 0
-    """In a whole iteration."""
+    plan: Plan
+    timed: Optional[Callable[[], Plan]] = None
+
+    @cached_property
+    def passes(self) -> tuple[ChunkPass, ...]:
+        """A pass through each of its chunks."""
+        return self.rank.passes(self.assignment)
+
+    @cached_property
+    def _num_passes(self) -> int:
+        return 2 * len({step.key.chunk_pass for step in self.plan.trace.steps})
 
     @cached_property
     def stall_ms(self) -> float:
         """For which a pass waits for copies, on average."""
-        if self.plan is None:
+        if not self.plan.groups:
             return 0.0
-        num_passes = 2 * len({step.key.chunk_pass for step in self.trace.steps})
-        stalls_ms = simulate(self.plan()).total_ms - sum(self.trace.step_ms)
-        return max(0.0, stalls_ms) / num_passes
+        plan = self.timed() if self.timed else self.plan
+        stalls_ms = simulate(plan).total_ms - sum(plan.trace.step_ms)
+        return max(0.0, stalls_ms) / self._num_passes
 
     def usage(self, state_bytes: int) -> Usage:
         """Return the memory that it takes."""
-        device, trace = self.device_bytes, self.trace
+        device, trace = self.plan.device_bytes, self.plan.trace
         step = begin = device.index(max(device))
         while begin and trace.steps[begin].kind in _IN_HEAD:
             begin -= 1
@@ -173,7 +165,8 @@ class PlannedRank:
         inside = trace.memory[step].peak_bytes - trace.memory[begin].allocated_bytes
         parts = Parts(state_bytes, device[step] - inside - state_bytes)
         parts = parts._replace(**{"logits" if is_head else "backward": inside})
-        return Usage(parts, self.host_bytes, self.moved_bytes)
+        moved_bytes = self.plan.moved_nbytes * len(self.rank.schedule) / self._num_passes
+        return Usage(parts, self.plan.peak_host_bytes, round(moved_bytes))
 
 
 @dataclass(frozen=True)
@@ -228,7 +221,7 @@ class Iteration:
 
     def describe(self) -> str:
         """Return what it recomputes, moves and tiles, as text."""
-        highest = max(self.ranks.values(), key=lambda item: max(item.device_bytes))
+        highest = max(self.ranks.values(), key=lambda item: max(item.plan.device_bytes))
         counts = Counter(highest.assignment)
         texts = [
             f"{_text(setting)} ({count})" if len(counts) > 1 else _text(setting)
@@ -313,7 +306,7 @@ class SizedModel:
 
     def least(self) -> Iteration:
         """Return the iteration that takes the least device memory, whatever the host's."""
-        nothing = RankLimits(0)
+        nothing = Limits(0)
         found: dict[Tiles, dict[int, tuple[float, Assignment]]] = {}
         for tiles in TILES:
             found[tiles] = {}
@@ -324,10 +317,10 @@ class SizedModel:
         best = min(TILES, key=lambda tiles: max(peak for peak, _ in found[tiles].values()))
         work, ranks = self._variant(best)
         policy = PolicyOptions(target_memory_bytes=1)
-        planned = {
-            number: _planned(ranks[number], assignment, policy)
-            for number, (_, assignment) in found[best].items()
-        }
+        planned = {}
+        for number, (_, assignment) in found[best].items():
+            trace = _short(ranks[number]).compose(assignment, marks_all=True)
+            planned[number] = PlannedRank(ranks[number], assignment, build_plan(trace, policy))
         return Iteration(work, planned, self.state_bytes, best)
 
     @cached_property
@@ -418,7 +411,7 @@ def _assignments(rank: RankTemplates) -> list[Assignment]:
 
 def _has_fit(rank: RankTemplates, limits: Limits) -> bool:
     """Return whether any setting for each kind of layers fits."""
-    judge = Judge(rank, RankLimits(limits.device_bytes, limits.host_bytes), refines=False)
+    judge = Judge(rank, limits, refines=False)
     anything = Score(0.0, math.inf)
     # The most frugal one first.
     return any(judge.improves(anything, each) for each in reversed(_assignments(rank)))
@@ -426,7 +419,7 @@ def _has_fit(rank: RankTemplates, limits: Limits) -> bool:
 
 def _estimated_ms(rank: RankTemplates, limits: Limits) -> float:
     """Return the time with the best setting for each kind of layers; 0 if none fits."""
-    judge = Judge(rank, RankLimits(limits.device_bytes, limits.host_bytes), refines=False)
+    judge = Judge(rank, limits, refines=False)
     scores = map(judge.score, _assignments(rank))
     return min((score.total_ms for score in scores if score.excess_bytes <= 0), default=0.0)
 
@@ -450,36 +443,19 @@ def _planned_as_built_in(
         assignment: What each of them recomputes.
         prefetch_depth: By how many groups it reloads ahead; 0 if nothing moves.
     """
-    short = replace(rank, schedule=shortest(rank.schedule))
-    trace = short.compose(assignment, marks_all=True)
+    trace = _short(rank).compose(assignment, marks_all=True)
     if not prefetch_depth:
-        return PlannedRank(assignment, rank.passes(assignment), trace, trace.present_bytes)
+        return PlannedRank(rank, assignment, Plan(trace, PolicyOptions(), (), ()))
     policy = PolicyOptions(activation_offload_fraction=1.0, prefetch_depth=prefetch_depth)
-    counted = build_plan(replace(trace, step_ms=()), policy)
-    found = _repeated(rank, assignment, replace(counted, trace=trace))
-    return replace(found, plan=lambda: build_plan(trace, policy))
-
-
-def _planned(rank: RankTemplates, assignment: Assignment, policy: PolicyOptions) -> PlannedRank:
-    short = replace(rank, schedule=shortest(rank.schedule))
-    trace = short.compose(assignment, marks_all=True)
-    return _repeated(rank, assignment, build_plan(trace, policy))
+    counted = replace(build_plan(replace(trace, step_ms=()), policy), trace=trace)
+    return PlannedRank(rank, assignment, counted, lambda: build_plan(trace, policy))
 
 
 def _chosen(rank: RankTemplates, limits: Limits) -> PlannedRank:
-    short = replace(rank, schedule=shortest(rank.schedule))
-    choice = choose(short, limits.device_bytes, limits.host_bytes)
-    return _repeated(rank, choice.assignment, choice.plan)
+    choice = choose(_short(rank), limits.device_bytes, limits.host_bytes)
+    return PlannedRank(rank, choice.assignment, choice.plan)
 
 
-def _repeated(rank: RankTemplates, assignment: Assignment, plan: Plan) -> PlannedRank:
-    num_passes = 2 * len({step.key.chunk_pass for step in plan.trace.steps})
-    return PlannedRank(
-        assignment,
-        rank.passes(assignment),
-        plan.trace,
-        plan.device_bytes,
-        lambda: plan,
-        plan.peak_host_bytes,
-        round(plan.moved_nbytes * len(rank.schedule) / num_passes),
-    )
+def _short(rank: RankTemplates) -> RankTemplates:
+    """Return the rank with a few micro-batches, after which it repeats."""
+    return replace(rank, schedule=shortest(rank.schedule))

@@ -28,9 +28,9 @@ from megatron.slipstream.estimate.ways import (
     OFF,
     SELECTIVE,
     WAYS,
-    Limits,
     selective_setting,
 )
+from megatron.slipstream.plan.assignments import Limits
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.settings import WHOLE
@@ -48,14 +48,13 @@ def finder(
     step: int = 1024,
     field: str = "seq_length",
 ) -> Finder:
-    limits = Limits(
-        int(device_gib * GIB),
-        None if host_gib is None else int(host_gib * GIB),
-        lambda shape, rank: int(state_gib * GIB),
-    )
+    limits = Limits(int(device_gib * GIB), None if host_gib is None else int(host_gib * GIB))
     num_micro_batches = 1 if shape.parallelism.pp == 1 else 2 * shape.parallelism.pp
     configured = Configured("a model", shape, usable_modules(shape), num_micro_batches)
-    return Finder(configured, find_speed("h100"), limits, field, step)
+    state_bytes = int(state_gib * GIB)
+    return Finder(
+        configured, find_speed("h100"), limits, field, step, lambda shape, rank: state_bytes
+    )
 
 
 def example(name: str, **changes: Any) -> ModelShape:
@@ -279,7 +278,7 @@ def test_a_budget_is_used_up_by_layers_that_keep_more() -> None:
     found = search.at(BUDGET, 16_384)
     assert found is not None
     assert " recomputed (" in found.describe()
-    keeping = replace(search, limits=replace(search.limits, device_bytes=200 * GIB))
+    keeping = replace(search, limits=search.limits._replace(device_bytes=200 * GIB))
     fastest = keeping.at(BUDGET, 16_384)
     full = keeping.at(FULL, 16_384)
     assert fastest is not None
@@ -302,7 +301,7 @@ def test_the_frontier_of_budgets_is_below_every_way() -> None:
         typed = float(point.flag.removeprefix("--activation-memory-budget "))
         assert int(typed * GIB) == point.value
     for marker in frontier.markers:
-        limits = replace(search.limits, device_bytes=marker.peak_bytes)
+        limits = search.limits._replace(device_bytes=marker.peak_bytes)
         ours = replace(search, limits=limits).at(BUDGET, 8192)
         assert ours is not None
         assert ours.step_ms <= marker.total_ms
