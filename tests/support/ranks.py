@@ -15,9 +15,10 @@ import functools
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from typing import Any
 from unittest.mock import patch
 
@@ -59,7 +60,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
         pipes.append(receiver)
         processes.append(process)
     try:
-        return [_receive(rank, pipe) for rank, pipe in enumerate(pipes)]
+        return _receive(pipes)
     finally:
         for process in processes:
             process.terminate()
@@ -167,16 +168,24 @@ def seed_no_absent_device() -> None:
         torch.cuda.manual_seed_all = lambda seed: None
 
 
-def _receive(rank: int, pipe: Any) -> Any:
-    if not pipe.poll(TIMEOUT_S):
-        raise AssertionError(f"rank {rank} did not finish within {TIMEOUT_S} s")
-    try:
-        error, result = pipe.recv()
-    except EOFError:
-        raise AssertionError(f"rank {rank} died") from None
-    if error is not None:
-        raise AssertionError(f"rank {rank} raised\n{error}")
-    return result
+def _receive(pipes: list[Any]) -> list[Any]:
+    """The results in rank order. The first error ends all: others may wait for that rank."""
+    results: dict[int, Any] = {}
+    end = time.monotonic() + TIMEOUT_S
+    while len(results) < len(pipes):
+        left = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = connection.wait(left, max(0.0, end - time.monotonic()))
+        if not ready:
+            raise AssertionError(f"ranks {[*left.values()]} did not finish within {TIMEOUT_S} s")
+        for pipe in ready:
+            rank = left[pipe]
+            try:
+                error, results[rank] = pipe.recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} died") from None
+            if error is not None:
+                raise AssertionError(f"rank {rank} raised\n{error}")
+    return [results[rank] for rank in range(len(pipes))]
 
 
 def _rank_main(
