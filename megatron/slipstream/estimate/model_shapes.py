@@ -7,14 +7,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, Optional
+from typing import Literal, NamedTuple, Optional, get_args
 
 from megatron.slipstream.estimate.model_parts import (
+    ATTENTION_BACKENDS,
     BYTES_OF,
+    MAX_LAYERS,
+    MAX_SIZE,
+    PARALLELISM,
     QUANTIZED_BYTES,
+    RECOMPUTE_MODULES,
     AttentionBackend,
+    ContextParallelism,
     Experts,
     GatedDeltaNet,
     LatentAttention,
@@ -24,8 +31,7 @@ from megatron.slipstream.estimate.model_parts import (
     Parallelism,
     Precision,
 )
-from megatron.slipstream.estimate.shape_checks import problems
-from megatron.slipstream.plan.settings import NOTHING, Assignment, LayerSetting
+from megatron.slipstream.plan.settings import NOTHING, WHOLE, WHOLE_LAYER, Assignment, LayerSetting
 from megatron.slipstream.plan.tiles import CrossEntropy
 
 
@@ -113,7 +119,7 @@ class ModelShape:
     """Layers of each chunk, ``[pp rank][virtual stage]``; empty divides them evenly."""
 
     def __post_init__(self) -> None:
-        for message in problems(self):
+        for message in _problems(self):
             raise ValueError(message)
 
     @property
@@ -267,3 +273,221 @@ class ModelShape:
 def has_feed_forward(kind: LayerKind) -> bool:
     """Return whether layers of a kind have an MLP or experts."""
     return kind[-1] in "-E"
+
+
+def _problems(shape: ModelShape) -> Iterator[str]:
+    """Yield what no model has, or megatron-core cannot divide, each with its cure.
+
+    Messages name megatron's options; later ones assume that none came before.
+
+    Args:
+        shape: The shape, whose derived sizes need not exist.
+    """
+    yield from _wrong_sizes(shape)
+    yield from _wrong_choices(shape)
+    yield from _wrong_settings(shape)
+    yield from _indivisible(shape)
+    if shape.experts is not None:
+        yield from _wrong_routing(shape.experts)
+    yield from _wrong_layers(shape)
+
+
+def _conflict(what: str, other: str, why: str, cure: str) -> str:
+    return f"{what} is not supported with {other} because {why}; {cure}"
+
+
+def _sizes(shape: ModelShape) -> Iterator[tuple[str, Optional[int]]]:
+    """Yield every number by megatron's name; None if it is not set."""
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
+                 "vocab_size", "seq_length", "micro_batch_size", "num_query_groups", "kv_channels",
+                 "window_size"):  # fmt: skip
+        yield name, getattr(shape, name)
+    yield "recompute_num_layers", shape.layers_per_checkpoint
+    for each, name in PARALLELISM.items():
+        if each != "sequence_parallel":
+            yield name, getattr(shape.parallelism, each)
+    if shape.latent_attention is not None:
+        yield from vars(shape.latent_attention).items()
+    for prefix, part in (("linear", shape.gated_delta_net), ("mamba", shape.mamba)):
+        if part is not None:
+            yield from ((f"{prefix}_{name}", value) for name, value in vars(part).items())
+    if (experts := shape.experts) is not None:
+        yield "num_experts", experts.num_experts
+        yield "moe_router_topk", experts.topk
+        yield "moe_ffn_hidden_size", experts.ffn_hidden_size
+        # The default, 0, is a model without shared experts.
+        yield "moe_shared_expert_intermediate_size", experts.shared_ffn_hidden_size or None
+        yield "moe_router_num_groups", experts.num_groups
+        yield "moe_router_group_topk", experts.group_topk
+
+
+def _wrong_sizes(shape: ModelShape) -> Iterator[str]:
+    for name, value in _sizes(shape):
+        limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
+        if value is not None and value < 1:
+            yield f"{name}={value} must be positive; set 1 or more"
+        if value is not None and value > limit:
+            yield f"{name}={value} is too large to plan; set {limit} or less"
+
+
+def _wrong_choices(shape: ModelShape) -> Iterator[str]:
+    for name, value, choices in (
+        ("precision", shape.precision, tuple(BYTES_OF)),
+        ("attention_backend", shape.attention_backend, ATTENTION_BACKENDS),
+        ("fp8_recipe", shape.fp8_recipe or "mxfp8", tuple(QUANTIZED_BYTES)),
+        ("cross_entropy_fusion_impl", shape.cross_entropy, get_args(CrossEntropy)),
+        ("cp_comm_type", shape.parallelism.cp_comm_type, get_args(ContextParallelism)),
+    ):
+        if value not in choices:
+            yield f"{name}={value!r} is not modelled; set one of {', '.join(choices)}"
+    backend, cp = shape.attention_backend, f"context_parallel_size={shape.parallelism.cp}"
+    given = f"attention_backend={backend!r}"
+    if backend in ("local", "unfused") and shape.parallelism.cp > 1:
+        why = "only Transformer Engine's fused kernels are divided"
+        yield _conflict(cp, given, why, "set 'fused' or 'flash'")
+    if backend in ("fused", "flash") and shape.precision == "fp32":
+        why = "its kernels have 16-bit inputs"
+        yield _conflict(given, "precision='fp32'", why, "set 'unfused' or 'local'")
+
+
+def _wrong_settings(shape: ModelShape) -> Iterator[str]:
+    recomputed = shape.recompute_modules.union(*shape.layer_settings)
+    for name in sorted(recomputed - {WHOLE_LAYER, *RECOMPUTE_MODULES}):
+        yield (
+            f"recompute_modules contains {name!r}, which is not modelled; "
+            f"set some of {', '.join(RECOMPUTE_MODULES)}"
+        )
+    if "mla_up_proj" in recomputed and shape.latent_attention is None:
+        yield (
+            "recompute_modules contains 'mla_up_proj', but the model has no multi-latent "
+            "attention; remove it"
+        )
+    if any(setting > WHOLE for setting in (shape.recompute_modules, *shape.layer_settings)):
+        yield f"{WHOLE_LAYER!r} is recomputed beside other modules; leave them out"
+    several = f"recompute_num_layers={shape.layers_per_checkpoint}"
+    if shape.layers_per_checkpoint > 1 and shape.layer_settings:
+        why = "one checkpoint holds layers of one setting"
+        yield _conflict(several, "layer_settings", why, "set 1")
+    if shape.layers_per_checkpoint > 1 and shape.num_further_tokens:
+        why = "megatron-core checkpoints each prediction alone"
+        yield _conflict(several, f"mtp_num_layers={shape.num_further_tokens}", why, "set 1")
+    if len(shape.layer_settings) not in (0, shape.num_layers):
+        yield (
+            f"layer_settings has {len(shape.layer_settings)} entries, but "
+            f"num_layers={shape.num_layers}; give one entry per layer"
+        )
+
+
+def _indivisible(shape: ModelShape) -> Iterator[str]:
+    par = shape.parallelism
+    for name, value, by, divisor in _shares(shape):
+        if value % divisor:
+            cure = _cure(name, value, by, divisor)
+            yield f"{name}={value} is not a multiple of {by}={divisor}; {cure}"
+    if max(shape.query_groups, par.tp) % min(shape.query_groups, par.tp):
+        yield (
+            f"num_query_groups={shape.query_groups} and tensor_model_parallel_size={par.tp} "
+            "must divide one another; change one of them"
+        )
+
+
+def _cure(name: str, value: int, by: str, divisor: int) -> str:
+    """Return the nearest size that is divided evenly."""
+    if name == "seq_length":
+        return f"set seq_length to {-(-value // divisor) * divisor}"
+    if " " in by:
+        return "change one of them"
+    smaller = range(min(value, divisor, _MAX_TRIED), 0, -1)
+    return f"set {by} to {next(size for size in smaller if value % size == 0)}"
+
+
+_MAX_TRIED = 100_000
+
+
+def _shares(shape: ModelShape) -> Iterator[tuple[str, int, str, int]]:
+    """Yield sizes with what has to divide them."""
+    par, experts = shape.parallelism, shape.experts
+    heads, tensor = shape.num_attention_heads, "tensor_model_parallel_size"
+    yield "num_attention_heads", heads, tensor, par.tp
+    yield "ffn_hidden_size", shape.ffn_hidden_size, tensor, par.tp
+    yield "num_attention_heads", heads, "num_query_groups", shape.query_groups
+    if shape.kv_channels is None and shape.latent_attention is None:
+        yield "hidden_size", shape.hidden_size, "num_attention_heads", heads
+    if par.cp > 1:
+        # To balance load, each context-parallel rank gets a part of both sequence halves.
+        yield "seq_length", shape.seq_length, "2 * context_parallel_size", 2 * par.cp
+    if par.sequence_parallel:
+        name = f"{tensor} (sequence_parallel)"
+        yield "seq_length / context_parallel_size", shape.sequence, name, par.tp
+    if (mamba := shape.mamba) is not None:
+        count, groups = mamba.num_heads, mamba.num_groups
+        yield "mamba_num_heads", count, f"{tensor} * context_parallel_size", par.tp * par.cp
+        yield "mamba_num_groups", groups, tensor, par.tp
+        yield "mamba_num_heads", count, "mamba_num_groups", groups
+    if (net := shape.gated_delta_net) is not None:
+        keys, values = net.num_key_heads, net.num_value_heads
+        yield "linear_num_key_heads", keys, f"{tensor} * context_parallel_size", par.tp * par.cp
+        yield "linear_num_value_heads", values, "linear_num_key_heads", keys
+    if experts is None:
+        return
+    shared = experts.shared_ffn_hidden_size
+    yield "num_experts", experts.num_experts, "expert_model_parallel_size", par.ep
+    yield "num_experts", experts.num_experts, "moe_router_num_groups", experts.num_groups or 1
+    yield "moe_ffn_hidden_size", experts.ffn_hidden_size, "expert_tensor_parallel_size", par.etp
+    yield "moe_shared_expert_intermediate_size", shared, tensor, par.tp
+
+
+def _wrong_routing(experts: Experts) -> Iterator[str]:
+    count, topk, cure = experts.num_experts, experts.topk, "change one of them"
+    if topk > count:
+        why = "a token is sent to an expert at most once"
+        yield _conflict(f"moe_router_topk={topk}", f"num_experts={count}", why, cure)
+    if experts.num_groups is None or experts.group_topk is None:
+        return
+    chosen, groups = f"moe_router_group_topk={experts.group_topk}", experts.num_groups
+    if experts.group_topk > groups:
+        why = "a group is chosen at most once"
+        yield _conflict(chosen, f"moe_router_num_groups={groups}", why, cure)
+    eligible = experts.group_topk * (count // groups)
+    if topk > eligible:
+        of = f"num_experts={count} in moe_router_num_groups={groups}"
+        why = f"these groups have {eligible} experts ({of})"
+        yield _conflict(f"moe_router_topk={topk}", chosen, why, cure)
+
+
+def _wrong_layers(shape: ModelShape) -> Iterator[str]:
+    par = shape.parallelism
+    if shape.layer_kinds and len(shape.layer_kinds) != shape.num_layers:
+        # A hybrid_layer_pattern gives num_layers, too.
+        yield (
+            f"moe_layer_freq has {len(shape.layer_kinds)} entries, but "
+            f"num_layers={shape.num_layers}; give one entry per layer"
+        )
+    has_pattern = not {*shape.layer_kinds} <= {"*E", "*-"}
+    given = "hybrid_layer_pattern" if has_pattern else "moe_layer_freq"
+    if shape.experts is None and any("E" in kind for kind in shape.layer_kinds):
+        yield f"{given} names layers with experts, but num_experts is not set; set it"
+    if shape.experts is not None and par.tp > 1 and not par.sequence_parallel:
+        given, other = f"tensor_model_parallel_size={par.tp}", "experts without sequence_parallel"
+        yield _conflict(given, other, "megatron-core requires it", "set sequence_parallel")
+    if par.vpp is not None and par.pp == 1:
+        given = f"virtual_pipeline_model_parallel_size={par.vpp}"
+        why = "only the chunks of several stages can be interleaved"
+        yield _conflict(given, "pipeline_model_parallel_size=1", why, "leave it out")
+    num_stages = par.vpp or 1
+    if not shape.layers_per_chunk:
+        if shape.num_layers % (par.pp * num_stages):
+            yield (
+                f"num_layers={shape.num_layers} cannot be divided evenly among "
+                f"pipeline_model_parallel_size={par.pp} times {num_stages} chunks; set "
+                "decoder_first_pipeline_num_layers or decoder_last_pipeline_num_layers"
+            )
+        return
+    if min(map(min, shape.layers_per_chunk)) < 0:
+        yield f"layers_per_chunk={shape.layers_per_chunk} is negative; set 0 or more layers"
+    is_table = [len(stages) for stages in shape.layers_per_chunk] == [num_stages] * par.pp
+    if not is_table or sum(map(sum, shape.layers_per_chunk)) != shape.num_layers:
+        yield (
+            f"layers_per_chunk={shape.layers_per_chunk} does not give {par.pp} ranks with "
+            f"{num_stages} chunks and {shape.num_layers} layers in all; give one count for each"
+        )
