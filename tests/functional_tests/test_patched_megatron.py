@@ -38,8 +38,10 @@ from megatron.slipstream.integration.entry.arguments import defaults_of_machine
 from megatron.slipstream.launcher import free_port
 from megatron.slipstream.options.datasets import read_tokenizer
 from megatron.slipstream.options.fields import GROUPS
+from megatron.slipstream.patches.releases import is_within
 from tools.run_builtin_tests import TESTS as BUILTIN_TESTS
 from tools.upstream.__main__ import copy_of_head
+from tools.upstream.edits import version_of
 from tools.upstream.modules import SUPPORT, TESTS
 from tools.upstream.series import TEST_PLACES, make
 
@@ -113,6 +115,9 @@ def test_a_case_computes_what_it_does_with_the_plugin(
     lacking = _lacking(job, trees["patched"])
     if lacking:
         pytest.skip(f"{', '.join(sorted(lacking))} is not part of the series yet")
+    is_old = not is_within(version_of(trees["patched"].script.parent), "0.19", "")
+    if is_old and arguments_of(job).get("--cuda-graph-granularity") == "chunk":
+        pytest.skip("the plugin refuses it, whose loop in 0.18 has no hook for built models")
     for run_number in range(1, 3 if job.config.TEST_TYPE == "ckpt-resume" else 2):
         plugin, patched = _train(job, trees, tmp_path, run_number)
         for ours, theirs in zip(plugin, patched, strict=True):
