@@ -11,8 +11,6 @@ from typing import Optional
 
 from megatron.slipstream.estimate.layers import (
     CHECKPOINT_INPUTS,
-    GDN_MODULES,
-    MAMBA_MODULES,
     MEGATRON_MODULES,
     MODULES,
     marked_modules,
@@ -66,11 +64,7 @@ def usable_modules(shape: ModelShape) -> tuple[str, ...]:
     """
     found = {name for layer in range(shape.num_layers) for name in marked_modules(shape, layer)}
     found.add("core_attn")
-    return tuple(
-        name
-        for name in (CHECKPOINT_INPUTS, *MEGATRON_MODULES, *GDN_MODULES, *MAMBA_MODULES)
-        if name in found
-    )
+    return tuple(name for name in (CHECKPOINT_INPUTS, *MEGATRON_MODULES) if name in found)
 
 
 def default_micro_batches(parallelism: Parallelism) -> int:

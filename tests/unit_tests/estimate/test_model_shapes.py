@@ -23,6 +23,7 @@ from megatron.slipstream.estimate.model_parts import (
     Parallelism,
 )
 from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.training_setup import usable_modules
 from megatron.slipstream.plan.settings import NOTHING, WHOLE
 
 DENSE = ModelShape(
@@ -427,3 +428,10 @@ def test_no_number_of_a_shape_is_absurd(value: int) -> None:
     for changes in wrong:
         with pytest.raises(ValueError, match=f"={value} (must be positive|is too large to plan); "):
             replace(DENSE, **changes)
+
+
+def test_each_module_that_may_move_is_named_once_in_layer_order() -> None:
+    shape = replace(DENSE, num_layers=4, layer_kinds=(*"*GM-",))
+    found = usable_modules(shape)
+    assert {"gdn_rule", "mamba_scan"} < {*found}
+    assert [*found] == [name for name in MODULES if name in found]
