@@ -19,7 +19,9 @@ from megatron.slipstream.estimate.layers import (
 from megatron.slipstream.estimate.model_parts import (
     ATTENTION_BACKENDS,
     Experts,
+    GatedDeltaNet,
     LatentAttention,
+    Mamba,
     Parallelism,
 )
 from megatron.slipstream.estimate.model_shapes import ModelShape
@@ -431,7 +433,8 @@ def test_no_number_of_a_shape_is_absurd(value: int) -> None:
 
 
 def test_each_module_that_may_move_is_named_once_in_layer_order() -> None:
-    shape = replace(DENSE, num_layers=4, layer_kinds=(*"*GM-",))
+    parts = {"mamba": Mamba(8, 64, 32, 2), "gated_delta_net": GatedDeltaNet(4, 8, 64, 64, 4)}
+    shape = replace(DENSE, num_layers=4, layer_kinds=(*"*GM-",), **parts)
     found = usable_modules(shape)
     assert {"gdn_rule", "mamba_scan"} < {*found}
     assert [*found] == [name for name in MODULES if name in found]
