@@ -204,8 +204,7 @@ class CudaBackend(Backend):
         peak_statistics.reset(torch.cuda.current_device())
 
     def obtainable_bytes(self) -> Optional[int]:
-        free, _ = torch.cuda.mem_get_info()
-        return int(free) + torch.cuda.memory_reserved()
+        return peak_statistics.obtainable_bytes()
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

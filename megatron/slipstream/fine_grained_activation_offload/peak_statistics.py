@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Peaks of torch's CUDA allocator that the engine's resets discard.
+"""Readings of torch's CUDA allocator, with the peaks that the engine's resets discard.
 
 The allocator has one peak counter for each statistic, and measuring a short interval resets all of
 them (see [Note: The recorder resets the peak counter]). Here they are kept, so that the functions
@@ -30,6 +30,14 @@ def read(device: int) -> dict[str, Any]:
     """
     statistics: dict[str, Any] = inspect.unwrap(torch._C._cuda_memoryStats)(device)
     return statistics
+
+
+def obtainable_bytes() -> int:
+    """Return the device bytes that torch's allocator has reserved or could reserve."""
+    free, total = torch.cuda.mem_get_info()
+    # Of torch.cuda.set_per_process_memory_fraction, or of PYTORCH_CUDA_ALLOC_CONF.
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction())
+    return min(int(free) + torch.cuda.memory_reserved(), allowed)
 
 
 def reset(device: int) -> None:

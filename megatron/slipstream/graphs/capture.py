@@ -246,8 +246,7 @@ class CudaGraphs(GraphBackend):
         return Recorded(graph, results)
 
     def free_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info()
-        return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return peak_statistics.obtainable_bytes() - torch.cuda.memory_allocated()
 
     def held_bytes(self) -> int:
         return graph_pool_bytes()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.slipstream.fine_grained_activation_offload import peak_statistics
 from megatron.slipstream.fine_grained_activation_offload.backend import (
     POISON_BYTE,
     Bytes,
@@ -133,6 +134,20 @@ def test_memory_is_known_only_with_a_meter() -> None:
     assert backend.memory() is None
     backend.meter = FakeMeter()
     assert backend.memory() == (10, 20)
+
+
+@pytest.mark.parametrize("fraction, expected", [(1.0, 80), (0.75, 75), (0.9, 80)])
+def test_the_allocators_own_limit_is_the_end_of_the_device(
+    fraction: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = {
+        "mem_get_info": (60, 100),
+        "memory_reserved": 20,
+        "get_per_process_memory_fraction": fraction,
+    }
+    for name, value in readings.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert peak_statistics.obtainable_bytes() == expected
 
 
 def test_a_peak_goes_on_where_the_meters_begins_again() -> None:
