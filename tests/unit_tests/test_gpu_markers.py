@@ -37,9 +37,15 @@ def run_pytest(folder: Path, test_source: str, num_gpus: int, *options: str) -> 
     (folder / "tests" / "test_marked.py").write_text(test_source)
     stub = folder / "stub" / "torch"
     stub.mkdir(parents=True)
-    (stub / "__init__.py").write_text("from . import cuda\n")
+    (stub / "__init__.py").write_text(
+        "from types import SimpleNamespace\n\n"
+        "from . import cuda\n\n"
+        "xpu = mtia = SimpleNamespace(is_available=lambda: True)\n"
+    )
     (stub / "cuda.py").write_text(
-        f"def device_count(): return {num_gpus}\ndef is_initialized(): return False\n"
+        f"def device_count(): return {num_gpus}\n"
+        "def is_available(): return device_count() > 0\n"
+        "def is_initialized(): return False\n"
     )
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", *options],
