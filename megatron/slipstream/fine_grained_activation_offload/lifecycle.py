@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Optional
 
@@ -296,26 +296,28 @@ class Lifecycle:
         return self._report.is_left_out
 
     def _follow_host_limit(self, now: Iteration) -> None:
-        """Note a new limit of the pool, and drop all plans unless they stay as they are under it.
+        """Take over a new limit of the pool. Drop all plans unless they are the same under it.
 
-        A failed allocation lowers the limit, another engine in the process takes or returns a part.
+        A failed allocation lowers the limit; another engine of the process takes or returns a part.
         """
         options = self.planner.options
         pool = self._store.host_pool
         if pool.limit_bytes == options.host_memory_limit_bytes:
             return
         options = replace(options, host_memory_limit_bytes=pool.limit_bytes)
-        if not pool.was_refused and all(self._is_the_same_under(pool.limit_bytes)):
+        if not pool.was_refused and self._plans_are_the_same_under(pool.limit_bytes):
             self.planner.options = options
         else:
             self.change_options(options)
             self.executor.leave_plan(now, now.num_steps)
 
-    def _is_the_same_under(self, limit_bytes: Optional[int]) -> Iterator[bool]:
-        """Of each plan, whether it needs no more, and nothing stays for want of host memory."""
-        for plan in self.plans.plans():
-            fits = limit_bytes is None or plan.peak_host_bytes <= limit_bytes
-            yield fits and not plan.num_kept_for_host_memory
+    def _plans_are_the_same_under(self, limit_bytes: Optional[int]) -> bool:
+        """Return whether all plans fit within the limit, and none lacked host memory."""
+        return all(
+            (limit_bytes is None or plan.peak_host_bytes <= limit_bytes)
+            and not plan.num_kept_for_host_memory
+            for plan in self.plans.plans()
+        )
 
     def _plan_recorded(self, now: Iteration, pp_rank: int) -> PlanEntry:
         trace = self._recorder.finish(pp_rank, now.groups)
