@@ -19,12 +19,7 @@ from megatron.slipstream.version import __version__
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Run the command.
-
-    Returns:
-        The exit status: the sub-command's, 0 if it returns None, 2 for a user error, or 130 after
-        Ctrl-C.
-    """
+    """Run the command; return its exit status: 2 for a user error, 130 after Ctrl-C."""
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:
         # Reported by the sub-command's parser, whose usage helps; argparse would show the parent's.

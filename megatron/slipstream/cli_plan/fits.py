@@ -39,11 +39,7 @@ _WALLS = {"state": "state", "layers": "layers' saved bytes", "backward": "backwa
 
 
 def prepare_search(options: argparse.Namespace) -> bool:
-    """Return whether the options ask for the largest size that fits, and check that they agree.
-
-    Raises:
-        ValueError: An option has no effect beside the others; the message names it.
-    """
+    """Return whether to search the largest size that fits; ``ValueError`` if options disagree."""
     asked = [name for name in SEARCH[:2] if getattr(options, name)]
     if not asked:
         for name in SEARCH[2:]:
@@ -126,7 +122,6 @@ def finder_for(configured: Configured, speed: Speed, options: argparse.Namespace
 def _lines(
     fits: Sequence[Fit], finder: Finder, speed: Speed, options: argparse.Namespace
 ) -> Iterator[str]:
-    """Yield the answer, the table of all ways, how to train so, and what this assumes."""
     unit = "sequences" if options.largest_micro_batch else "tokens"
     budget = fits[WAYS.index(BUDGET)]
     common = {fit.way: fit.size for fit in fits}[FULL] or budget.size

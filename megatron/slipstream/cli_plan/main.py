@@ -179,7 +179,6 @@ def _at_length(trace: Trace, options: argparse.Namespace) -> tuple[Trace, list[s
 
 
 def _status(plan: Plan) -> int:
-    """Return the exit status of a plan, which tells whether it reaches its goal."""
     if why_not_followed(plan.trace, plan.options):
         return GOAL_NOT_FOLLOWED
     # A plan for a target has notes only if the target cannot be met.
@@ -188,7 +187,6 @@ def _status(plan: Plan) -> int:
 
 
 def _show(plan: Plan, simulation: Optional[Simulation], num_rows: int) -> None:
-    """Show what a plan does and what it costs; then the rows of groups that were asked for."""
     with _progress("proving the plan safe"):
         facts = check_plan(plan)
     sys.stdout.write(f"{summarize(plan)}\n")
@@ -209,7 +207,6 @@ def _write(
     sweep: Callable[..., Frontier],
     options: argparse.Namespace,
 ) -> None:
-    """Write the files that the options name; ``sweep`` plans for many targets."""
     if options.output:
         with writing("--output", options.output):
             save_plan(plan, options.output)
@@ -238,7 +235,6 @@ def _write(
 
 
 def _policy_options(options: argparse.Namespace, training: PolicyOptions) -> PolicyOptions:
-    """Return the policy of the training, except for what the options set."""
     given: dict[str, Any] = {}
     if options.target_memory is not None and options.max_overhead is not None:
         raise ValueError(
@@ -309,7 +305,6 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
 def _plan_ranks(
     configured: Configured, speed: Speed, policy: PolicyOptions, options: argparse.Namespace
 ) -> list[RankPlan]:
-    """Plan all pipeline ranks, or only --rank, with a progress bar."""
     pp = configured.shape.parallelism.pp
     if options.rank is not None and not 0 <= options.rank < pp:
         raise ValueError(f"--rank={options.rank} must be a pipeline rank, 0 to {pp - 1}")

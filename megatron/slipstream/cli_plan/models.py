@@ -31,14 +31,10 @@ _PLAN_ONLY = {"--" + name.replace("_", "-") for name in (*UNTIMED, *AIMS, "hf_co
 
 
 def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configured:
-    """Return the training run that a config.json, a file of flags, or flags describe.
-
-    Args:
-        words: The words after ``--``.
-        options: Options of the sub-command.
+    """Return the training that a config.json, a file of flags, or ``words`` after ``--`` describe.
 
     Raises:
-        ValueError: The training run cannot be planned, or a file cannot be read.
+        ValueError: It cannot be planned, or a file cannot be read.
     """
     if options.hf_config is not None:
         return _by_hub_config(options)
@@ -95,7 +91,6 @@ def _of_hub_model(model: HubModel, options: argparse.Namespace) -> Configured:
 
 
 def _refuse_without_effect(model: HubModel, options: argparse.Namespace) -> None:
-    """Reject options that would not affect the plan."""
     if options.recompute_granularity == "full" and options.recompute_modules:
         raise ValueError(
             f"{flag_of('recompute_modules', options)} is not supported with recompute_granularity="
@@ -130,7 +125,6 @@ def _hub_shape(model: HubModel, options: argparse.Namespace) -> ModelShape:
 
 
 def _recomputation(options: argparse.Namespace) -> dict[str, Any]:
-    """Return megatron's options of recomputation."""
     if options.recompute_granularity == "full":
         return {
             "recompute_granularity": "full",
@@ -175,11 +169,7 @@ def _layers_per_chunk(
 
 
 def speed_for(configured: Configured, options: argparse.Namespace) -> Speed:
-    """Return the speed of the GPU that the options name.
-
-    Raises:
-        ValueError: The speed is unknown, or unknown for this precision.
-    """
+    """Return the speed of the GPU that the options name; ``ValueError`` if it is not known."""
     if configured.shape.precision == "fp32" and options.tflops is None:
         raise ValueError(
             "precision=fp32 is not supported without --tflops because the table has only 16-bit "

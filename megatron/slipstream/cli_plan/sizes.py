@@ -11,24 +11,14 @@ from megatron.slipstream.cli_plan.options import flag_of
 from megatron.slipstream.estimate.synthetic import Workplan
 
 MAX_GROUPS = 100_000
-"""Maximum groups of all planned ranks. A group takes about a millisecond to plan, prove and
-simulate."""
+"""Maximum groups of all planned ranks, each of which takes about a millisecond."""
 
 MAX_BYTES = 1 << 60
 """Maximum bytes of activations or state: the planner adds sizes as 64-bit integers."""
 
 
 def check_sizes(work: Workplan, ranks: Sequence[int], options: argparse.Namespace) -> None:
-    """Reject plans that would take too long, or whose sizes would overflow.
-
-    Args:
-        work: The model to plan.
-        ranks: The pipeline ranks to plan.
-        options: Options of the sub-command.
-
-    Raises:
-        ValueError: The plan is too large; the message says what to reduce.
-    """
+    """Raise ``ValueError`` for a plan that would take too long, or whose sizes would overflow."""
     count, par, chunks = work.num_micro_batches, work.shape.parallelism, work.chunks.items()
     each = max(1, sum(chunk.num_groups for (rank, _), chunk in chunks if rank in ranks))
     if each * count > MAX_GROUPS:

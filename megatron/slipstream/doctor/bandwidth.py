@@ -25,11 +25,8 @@ NUM_ROUNDS = 20
 def measure(number: int, cpus: frozenset[int]) -> Union[Bandwidth, str]:
     """Measure a GPU's bandwidth; return it, or the error in one line.
 
-    Host memory is allocated on the node where the process runs, so that moves beside the GPU.
-
-    Args:
-        number: The GPU, as torch numbers it.
-        cpus: Those of the GPU's node. A process that may use none of them is not moved.
+    Host memory is allocated on the node where the process runs, so that moves to ``cpus``, beside
+    the GPU, unless it may use none of them.
     """
     before = os.sched_getaffinity(0)
     try:
@@ -45,8 +42,7 @@ def measure(number: int, cpus: frozenset[int]) -> Union[Bandwidth, str]:
 def measure_bandwidth(backend: Backend) -> Bandwidth:
     """Return the best of each of the four rates, over several rounds on the current device.
 
-    Raises:
-        RuntimeError: Memory runs out (or ``MemoryError``), or the backend cannot time copies.
+    Raises ``RuntimeError`` if copies cannot be timed, or (or ``MemoryError``) if memory runs out.
     """
     device = backend.allocate_scratch(NBYTES)
     if device is None:

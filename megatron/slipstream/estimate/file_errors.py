@@ -43,14 +43,8 @@ def cure_of(error: OSError) -> str:
 def reading(label: str, path: Path, how: str, writer: str) -> Iterator[None]:
     """Turn errors from reading a file that Slipstream wrote into ``ValueError``.
 
-    Args:
-        label: Text before the path in error messages, such as ``--trace=``.
-        path: Path of the file.
-        how: Instruction for writing such a file, up to its path.
-        writer: The option that writes such files.
-
-    Raises:
-        ValueError: The file cannot be read.
+    Messages have ``label`` before the path, say ``how`` to write such a file, up to its path, and
+    name the option that writes it.
     """
     try:
         yield
@@ -64,12 +58,7 @@ def reading(label: str, path: Path, how: str, writer: str) -> Iterator[None]:
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Turn errors from writing the file that an option names into ``ValueError``.
-
-    Raises:
-        ValueError: The file cannot be written. The message names the option and the path as given,
-            even if the error is about another file or folder.
-    """
+    """Turn errors from writing a file into ``ValueError`` with the option and the path as given."""
     try:
         yield
     except OSError as error:
@@ -77,11 +66,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 
 def require_writable(option: str, path: Path) -> None:
-    """Check before a long computation that a file can be written, without leaving one behind.
-
-    Raises:
-        ValueError: As :func:`writing`.
-    """
+    """Check before a long computation that a file can be written, without leaving one behind."""
     with writing(option, path):
         if path.is_dir():
             raise _os_error(errno.EISDIR, path)
@@ -103,14 +88,7 @@ def require_writable(option: str, path: Path) -> None:
 
 
 def require_distinct(paths: Mapping[str, Path]) -> None:
-    """Reject options that name the same file and would overwrite it; devices may be shared.
-
-    Args:
-        paths: The path of each option.
-
-    Raises:
-        ValueError: Two options name the same file; the message names both.
-    """
+    """Raise ``ValueError`` if two options name one file; devices may be shared."""
     first: dict[Path, str] = {}
     for option, path in paths.items():
         other = first.setdefault(resolved(path), option)

@@ -45,16 +45,9 @@ class Fit:
 
 @dataclass(frozen=True)
 class Finder:
-    """Searches the largest size that fits.
+    """Searches the largest size that fits: a ``seq_length`` or ``micro_batch_size``.
 
-    Args:
-        configured: The model and its schedule.
-        speed: Speed of the GPU.
-        limits: What a rank may use.
-        searched: The field of :class:`ModelShape` that is searched: ``seq_length`` or
-            ``micro_batch_size``.
-        step: Sizes are multiples of this.
-        state_bytes: The state of a pipeline rank.
+    Sizes are multiples of ``step``; ``state_bytes`` returns the state of a pipeline rank.
     """
 
     configured: Configured
@@ -120,11 +113,7 @@ def _largest(excess: Callable[[int], float], low: int, most: int) -> int:
     """Return the largest count up to ``most`` without excess, where no smaller one has any.
 
     Memory grows about linearly, so the line through two known counts leads to the next one.
-
-    Args:
-        excess: Returns how far a count is above the limit; above 0 if it does not fit.
-        low: A count that fits, or 0.
-        most: The largest count of interest.
+    ``low`` fits, or is 0.
     """
     high = most + 1
     fits: tuple[int, float] = (low, math.nan)

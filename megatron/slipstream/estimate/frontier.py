@@ -127,13 +127,7 @@ def sweep(
     num_points: int = NUM_POINTS,
     progress: Progress = lambda done, total: None,
 ) -> Frontier:
-    """Plan and simulate an iteration for a range of values of each swept option.
-
-    Args:
-        trace: An iteration with times and bandwidth.
-        options: Options of all plans; the swept ones are overridden.
-        num_points: Plans per option with evenly spaced values, 2 or more.
-        progress: See :data:`Progress`.
+    """Plan and simulate an iteration for ``num_points`` evenly spaced values of each swept option.
 
     Raises:
         ValueError: The trace has no times or no bandwidth.
@@ -171,14 +165,8 @@ def sweep_budgets(
 ) -> Frontier:
     """Choose what is kept, offloaded, recomputed and tiled for a range of budgets.
 
-    Args:
-        finder: The model at the size to plan, and host memory; its device limit does not apply.
-        num_points: Budgets, from the least that the model can take to what it takes as it is; 2
-            or more.
-        progress: See :data:`Progress`.
-
-    Returns:
-        The budgets that any choice keeps to, and a marker for each way that is compared.
+    These go from the least that the model can take to what it takes as it is; the finder's limit
+    of device memory does not apply. Each other way to train has a marker.
     """
     size: int = getattr(finder.configured.shape, finder.searched)
     model = finder.model(size)

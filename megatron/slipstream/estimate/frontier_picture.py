@@ -2,8 +2,7 @@
 
 """Draws a frontier as a PNG image.
 
-matplotlib is an optional dependency, so it is imported only when drawing. The figure is not
-registered with pyplot: it needs no display and leaves no global state.
+The figure is not registered with pyplot: it needs no display and leaves no global state.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ _SERIES = {
 
 
 def require_matplotlib() -> None:
-    """Check before a long computation that a picture can be drawn.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Raise ``ValueError`` if matplotlib, which is optional, is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -44,11 +39,7 @@ def require_matplotlib() -> None:
 
 
 def frontier_png(frontier: Frontier) -> bytes:
-    """Draw each plan of a sweep by its peak and overhead, with a line through the Pareto front.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Draw each plan of a sweep by its peak and overhead, with a line through the Pareto front."""
     require_matplotlib()
     from matplotlib.figure import Figure
 

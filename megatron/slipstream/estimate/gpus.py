@@ -100,14 +100,9 @@ def find_speed(
     tflops: Optional[float] = None,
     gb_per_s: Optional[float] = None,
 ) -> Speed:
-    """Return the speed of a GPU in :data:`GPUS`.
+    """Return the speed of a GPU in :data:`GPUS`, with rates of the user's in place of the table's.
 
     An unmeasured link is assumed to reach the same fraction of its rate as the H200's.
-
-    Args:
-        name: Name of the GPU.
-        tflops: Rate of matrix products in 16 bits, in place of the table's.
-        gb_per_s: Bandwidth of a copy to the host or to the device, overriding the table's.
 
     Raises:
         ValueError: The GPU is not in the table, or a number is invalid.
@@ -142,5 +137,4 @@ def find_speed(
 
 
 def _scaled(factor: float) -> Bandwidth:
-    """Scale all four rates of the measured bandwidth by ``factor``."""
     return Bandwidth(*(round(rate * factor, 2) for rate in _H200))

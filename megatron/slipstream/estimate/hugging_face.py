@@ -41,12 +41,7 @@ class HubModel(NamedTuple):
 
 
 def load_hub_config(path: Path) -> HubModel:
-    """Read a ``config.json``.
-
-    Raises:
-        ValueError: The file is malformed or cannot be read, its ``model_type`` is unknown, or a
-            number is missing or invalid.
-    """
+    """Read a ``config.json``; raises ``ValueError`` for a file that is unknown or incomplete."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -150,8 +145,6 @@ def _sparse_layers(config: _Config) -> list[bool]:
 
 
 class _Config:
-    """Checked access to a config's fields."""
-
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         self._path = path
         self._config = config

@@ -86,7 +86,6 @@ def _at(layer: int, stretches: Iterable[Stretch]) -> Iterator[Stretch]:
 
 
 def _layer(shape: ModelShape, layer: int) -> _Layer:
-    """Return the passes through a layer, which are those of all layers of its kind."""
     return _layer_of_kind(shape.plain, shape.kind_of(layer), shape.setting_of(layer))
 
 
@@ -96,8 +95,6 @@ def _layer_of_kind(shape: ModelShape, kind: LayerKind, setting: LayerSetting) ->
 
 
 class _Section(NamedTuple):
-    """Parts that backward runs again together."""
-
     before: str
     """The part before whose backward they run."""
     parts: tuple[str, ...]
@@ -130,11 +127,7 @@ class _Layer:
         self._sections = list(self._find_sections(layer))
 
     def forward(self, saves_input: bool) -> Iterator[Stretch]:
-        """Yield its forward.
-
-        Args:
-            saves_input: Whether a checkpoint starts here, if the whole layer is recomputed.
-        """
+        """Yield its forward; ``saves_input`` if a checkpoint of whole layers starts here."""
         live: set[str] = set()
         is_whole = self._setting == WHOLE
         for place, part in enumerate(self._parts.values()):
@@ -147,9 +140,7 @@ class _Layer:
     def backward(self, ends_checkpoint: bool) -> Iterator[Stretch]:
         """Yield its backward, with the parts that run again, except for a whole layer.
 
-        Args:
-            ends_checkpoint: Whether no earlier layer is in its checkpoint, if the whole layer is
-                recomputed.
+        ``ends_checkpoint`` if no earlier layer is in the checkpoint of a whole layer.
         """
         live = {*(self._bytes if self._setting == WHOLE else self._kept)}
         ends = {section.parts[0]: section.output_bytes for section in self._sections}
@@ -167,12 +158,7 @@ class _Layer:
             yield Stretch(name, "backward", part.cost, -freed, peak)
 
     def whole_rerun(self, has_input: bool, is_last: bool) -> Iterator[Stretch]:
-        """Yield the rerun of the whole layer.
-
-        Args:
-            has_input: Whether forward saved its input.
-            is_last: Whether it is the last layer of its checkpoint.
-        """
+        """Yield the rerun of the layer, whose input forward may have saved."""
         output = self._hidden if is_last else 0
         section = _Section("", tuple(self._parts), frozenset(self._bytes), output)
         yield from self._rerun(section, {self._input} if has_input else set())
@@ -190,7 +176,6 @@ class _Layer:
             yield Stretch(name, "rerun", part.cost, added, peak)
 
     def _enter(self, live: set[str], tensors: Iterable[SavedTensor]) -> int:
-        """Add tensors to those that are live, and return the bytes of the new ones."""
         fresh = {tensor.name: tensor.nbytes for tensor in tensors if tensor.name not in live}
         live.update(fresh)
         return sum(fresh.values())
@@ -258,7 +243,6 @@ _BEFORE = {"moe_act": "expert_fc2", "mla_up_proj": "core_attn"}
 
 
 def _bytes_of(parts: Iterable[Part]) -> dict[str, int]:
-    """Return the bytes of what parts save, by name."""
     return {tensor.name: tensor.nbytes for part in parts for tensor in part.saved}
 
 

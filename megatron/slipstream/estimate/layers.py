@@ -100,8 +100,7 @@ _MASKED_SOFTMAX_MAX_SEQUENCE = 16384
 
 BACKWARD_PER_FORWARD = 2.0
 ATTENTION_BACKWARD_PER_FORWARD = 2.5
-"""Fused attention computes two products in forward and five in backward, including the scores
-again."""
+"""Fused attention computes two products in forward and five in backward, scores included."""
 SCAN_BACKWARD_PER_FORWARD = 3.0
 """Scans and delta rules save no states of chunks: backward computes them again."""
 
@@ -172,11 +171,8 @@ def layer_parts(
 ) -> tuple[Part, ...]:
     """Return the parts of a layer, in forward order.
 
-    Args:
-        shape: The model.
-        layer: Index of the layer, from 0.
-        setting: What backward recomputes of the layer; None for the shape's. All of a layer that is
-            recomputed as a whole is saved in its rerun.
+    ``setting`` is what backward recomputes of it, by default the shape's. All of a layer that is
+    recomputed as a whole is saved in its rerun.
     """
     given = shape.setting_of(layer) if setting is None else setting
     return _parts(shape.plain, shape.kind_of(layer), given)
@@ -203,10 +199,9 @@ def layer_costs(
 
 
 def saved_tensors(shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None) -> Saved:
-    """Return the tensors of each part that saves any, in forward order.
+    """Return the tensors of each part that saves any, in forward order: see :func:`layer_parts`.
 
-    For arguments see :func:`layer_parts`. A layer that is recomputed as a whole saves its input, if
-    a checkpoint starts there.
+    A layer that is recomputed as a whole saves its input, if a checkpoint starts there.
     """
     setting = shape.setting_of(layer) if setting is None else setting
     if setting == WHOLE:
@@ -282,13 +277,7 @@ Tensors = tuple[SavedTensor, ...]
 
 
 class _Layer:
-    """Lists the parts of one layer.
-
-    Args:
-        shape: The model.
-        kind: The layer's kind.
-        setting: What is recomputed of it, with what tiles recompute, but not the whole.
-    """
+    """Lists the parts of one layer; ``setting`` has what tiles recompute, but never the whole."""
 
     def __init__(self, shape: ModelShape, kind: LayerKind, setting: LayerSetting) -> None:
         self.hidden = shape.region_tokens * shape.hidden_size
@@ -511,11 +500,7 @@ class _Layer:
         self._add_residual("attn_residual", "attn_dropout_mask", "attended")
 
     def _further_tokens(self) -> None:
-        """Add what begins the prediction of a further token.
-
-        These are the norm at the end of the layers before, and the norms and the projection that
-        join its output with the embedding of the next token.
-        """
+        """Add a norm, and the norms and projection that join its output with the next embedding."""
         shape = self._shape
         names = ("layer_input", "further_state", "further_embedding")
         norms = [self._norm(name, shape.region_tokens, shape.hidden_size) for name in names]
@@ -635,11 +620,9 @@ class _Layer:
         return Cost(flops, input_numel * each, kind=kind, weights=weights)
 
     def _moved(self, times: int) -> Cost:
-        """Return the cost of reading and writing hidden states."""
         return Cost(0.0, float(times) * self.hidden * self._shape.element_bytes)
 
     def _latent_weights(self) -> tuple[int, int]:
-        """Return the parameters of multi-latent attention's up- and down-projections."""
         shape, latent, hidden = self._shape, self._shape.latent_attention, self._shape.hidden_size
         assert latent is not None
         key_width = latent.qk_head_dim + latent.qk_pos_emb_head_dim
@@ -654,11 +637,7 @@ class _Layer:
         return module in self._setting
 
     def _input_norm(self, copies: int = 1) -> tuple[Tensors, Tensors]:
-        """Add the norm of the layer's input; return what its linear layer saves of it.
-
-        Args:
-            copies: Of the norm's output.
-        """
+        """Add the norm of the layer's input; return what its linear layer saves of it."""
         shape = self._shape
         has_latent_attention = "*" in self._kind and shape.latent_attention is not None
         is_fused = shape.uses_transformer_engine and not has_latent_attention
@@ -689,7 +668,6 @@ class _Layer:
         )
 
     def _qk_norms(self) -> Tensors:
-        """Return the tensors that the per-head norms of queries and keys save."""
         shape = self._shape
         if not shape.qk_layernorm:
             return ()
@@ -714,10 +692,7 @@ class _Layer:
     def _latent_norm(self, name: str, width: int, more: int = 0) -> Tensors:
         """Return the tensors saved by a latent vector's norm and the projection after it.
 
-        Args:
-            name: Of the vector.
-            width: Of it.
-            more: The rest of the width of the tensor that it is a part of.
+        ``more`` is the rest of the width of the tensor that the vector is a part of.
         """
         tokens = self._shape.region_tokens
         latent = self._tensor(name, tokens * (width + more))
@@ -766,7 +741,6 @@ class _Layer:
         return tuple(tensors)
 
     def _rotary_tables(self, width: int) -> Tensors:
-        """Return the cosine and sine tables for queries and keys."""
         names = ("query_cosines", "query_sines", "key_cosines", "key_sines")
         return tuple(self._tensor(name, self._shape.sequence * width) for name in names)
 

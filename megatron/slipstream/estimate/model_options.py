@@ -36,11 +36,7 @@ ChunkCounts = tuple[tuple[int, ...], ...]
 
 
 def shape_of_options(options: Any, **more: Any) -> ModelShape:
-    """Return the shape that megatron's options describe.
-
-    Args:
-        options: Has the options as attributes.
-        more: Fields of :class:`ModelShape` that the options lack, or that override theirs.
+    """Return the shape that megatron's options describe, which ``more`` completes and overrides.
 
     Raises:
         ValueError: The shape is invalid; the message names the option and the fix.
@@ -81,12 +77,10 @@ def shape_fields(options: Any) -> dict[str, Any]:
 def pattern_fields(options: Any, pattern: str, counts: ChunkCounts) -> dict[str, Any]:
     """Return the fields of a hybrid model's :class:`ModelShape` that its pattern gives.
 
-    Args:
-        options: Has megatron's options as attributes.
-        pattern: megatron-core's ``hybrid_layer_pattern`` of ``*`` and ``+`` (attention, and latent
-            attention, which no model has both of), ``-``, ``E``, ``M``, ``G``, ``|`` between model
-            chunks, and ``/`` before the layers that predict a further token.
-        counts: Layers of each chunk where the pattern does not divide them.
+    ``pattern`` is megatron-core's ``hybrid_layer_pattern`` of ``*`` and ``+`` (attention, and
+    latent attention, which no model has both of), ``-``, ``E``, ``M``, ``G``, ``|`` between model
+    chunks, and ``/`` before the layers that predict a further token. ``counts`` are the layers of
+    each chunk where the pattern does not divide them.
     """
     main, *further = pattern.replace("+", "*").split("/")
     segments = main.split("|")

@@ -1,9 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The sizes and training options of a model, as they are given.
-
-Names are megatron-core's, abbreviated as usual (``tp``, ``pp``, ``ep``).
-"""
+"""Sizes and training options of a model by megatron-core's names, or ``tp``, ``pp``, ``ep``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A model and its training, from which saved bytes and times are derived.
-
-:mod:`layers` derives what each part of a layer saves and computes.
-"""
+"""A model and its training, from which :mod:`layers` derives saved bytes and times."""
 
 from __future__ import annotations
 
@@ -50,12 +47,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A GPT or hybrid model and how it is trained.
-
-    Raises:
-        ValueError: The options are invalid or inconsistent; the message names the option and the
-            fix.
-    """
+    """A GPT or hybrid model and how it is trained; raises ``ValueError`` if options are invalid."""
 
     num_layers: int
     hidden_size: int
@@ -191,8 +183,8 @@ class ModelShape:
     def expert_tokens(self) -> int:
         """Input rows of a rank's experts with even routing.
 
-        Each of a rank's tokens is sent to ``topk`` experts, and as many arrive from other ranks;
-        ranks that shard an expert's weights (ETP) all have the same input rows.
+        As many tokens arrive from other ranks as are sent. Ranks that shard an expert's weights
+        (ETP) all have the same input rows.
         """
         return self.region_tokens * self._experts.topk * self.parallelism.etp
 
@@ -278,10 +270,7 @@ def has_feed_forward(kind: LayerKind) -> bool:
 def _problems(shape: ModelShape) -> Iterator[str]:
     """Yield what no model has, or megatron-core cannot divide, each with its cure.
 
-    Messages name megatron's options; later ones assume that none came before.
-
-    Args:
-        shape: The shape, whose derived sizes need not exist.
+    Later ones assume that none came before, on which derived sizes depend.
     """
     yield from _wrong_sizes(shape)
     yield from _wrong_choices(shape)

@@ -32,12 +32,7 @@ class NumParameters(NamedTuple):
 
 
 def num_parameters(shape: ModelShape, pp_rank: int) -> NumParameters:
-    """Return a pipeline rank's number of parameters, without biases and norm weights.
-
-    Args:
-        shape: The model.
-        pp_rank: Pipeline rank.
-    """
+    """Return a pipeline rank's number of parameters, without biases and norm weights."""
     dense = experts = 0
     vocabulary = shape.vocab_size * shape.hidden_size // shape.parallelism.tp
     of_kind: dict[LayerKind, tuple[int, int]] = {}
@@ -76,7 +71,6 @@ def host_state_bytes(shape: ModelShape, pp_rank: int) -> int:
 
 
 def _optimized(shape: ModelShape, pp_rank: int) -> float:
-    """Return the number of parameters whose optimizer state a rank holds."""
     par, found = shape.parallelism, num_parameters(shape, pp_rank)
     ranks = par.dp * par.cp if par.shards_optimizer else 1
     expert_ranks = 1

@@ -30,14 +30,8 @@ def rank_schedule(
     """Return the schedule that megatron-core runs: warm-up, steady state, cool-down.
 
     Without interleaving it is PipeDream-Flush's, with it Megatron-LM's (arXiv:2104.04473, section
-    2.2), in which each model chunk runs ``group_size`` micro-batches before the next chunk runs.
-
-    Args:
-        pp_size: Number of pipeline ranks.
-        pp_rank: Pipeline rank whose schedule to return.
-        num_micro_batches: Number of micro-batches per iteration.
-        vp_size: Number of model chunks per rank; None without interleaving.
-        group_size: megatron's ``microbatch_group_size_per_vp_stage``; None means ``pp_size``.
+    2.2), in which each of ``vp_size`` model chunks runs ``group_size`` micro-batches (by default
+    ``pp_size``) before the next chunk runs.
 
     Raises:
         ValueError: The schedule does not support this number of micro-batches.
@@ -69,15 +63,8 @@ def idle_ms(
 ) -> list[list[float]]:
     """Return how long each rank waits for others before each of its passes, ignoring copies.
 
-    Args:
-        schedules: The schedule of every pipeline rank.
-        duration_ms: Returns the duration of a pass on a rank.
-
-    Returns:
-        ``[rank][pass]``, in milliseconds.
-
-    Raises:
-        ValueError: The ranks deadlock.
+    ``duration_ms`` gives the duration of a pass on a rank; the result is ``[rank][pass]`` in
+    milliseconds. Raises ``ValueError`` if the ranks deadlock.
     """
     num_stages = 1 + max(item.vp_stage for item in schedules[0])
     ends: dict[tuple[int, Pass], float] = {}

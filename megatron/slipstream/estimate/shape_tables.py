@@ -27,12 +27,7 @@ from megatron.slipstream.plan.walk import Simulation
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> Iterator[str]:
-    """Yield rows as lines, with columns of equal width.
-
-    Args:
-        rows: The cells, headings first.
-        left: The columns that are aligned to the left; -1 is the last one.
-    """
+    """Yield rows as lines, headings first; the columns ``left`` are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     places = {place % len(widths) for place in left}
     for row in rows:
@@ -166,9 +161,8 @@ _NAMES: Mapping[LayerKind, str] = {
 def part_bytes(configured: Configured, layer: int) -> dict[str, tuple[int, int]]:
     """Return what the parts of a layer save per micro-batch, in forward order.
 
-    Returns:
-        For each part the bytes of storages that no earlier part saves, and how many of them are
-        offloaded if all chosen modules are.
+    These are the bytes of storages that no earlier part saves, and how many of them are offloaded
+    if all chosen modules are.
     """
     shape = configured.shape
     chosen = {name for name in marked_modules(shape, layer) if name in configured.modules}
@@ -219,13 +213,7 @@ def _layer_table(configured: Configured, speed: Speed, layer: int) -> Iterator[s
 def rank_table(
     ranks: Sequence[RankPlan], memory_gib: Optional[float], num_ranks_of_host: int
 ) -> Iterator[str]:
-    """Tabulate the memory of each pipeline rank, without and with a plan.
-
-    Args:
-        ranks: The planned pipeline ranks.
-        memory_gib: The GPU's memory; None if it is not known.
-        num_ranks_of_host: Ranks that share a host's memory.
-    """
+    """Tabulate the memory of each pipeline rank, without and with a plan."""
     rows = [
         ["rank", "layers", "in flight", "state", "saved", "peak", "planned peak", "moved", "step",
          "overhead"]

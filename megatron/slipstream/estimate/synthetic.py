@@ -56,15 +56,8 @@ DEFAULT_MIN_NUMEL = 1 << 20
 class Workplan:
     """A model to plan: its shape, the GPU's speed, and the modules that may be offloaded.
 
-    Args:
-        shape: The model.
-        speed: Speed of the GPU.
-        modules: megatron-core's ``offload_modules``.
-        num_micro_batches: Number of micro-batches per iteration.
-        min_numel: Tensors with fewer elements are not offloaded.
-
-    Raises:
-        ValueError: The schedule does not support this number of micro-batches.
+    Tensors with fewer elements than ``min_numel`` stay. Raises ``ValueError`` if the schedule does
+    not support this number of micro-batches.
     """
 
     shape: ModelShape
@@ -113,14 +106,9 @@ class Workplan:
     def rank_templates(
         self, pp_rank: int, state_bytes: int, settings: Iterable[LayerSetting]
     ) -> RankTemplates:
-        """Return the templates of a pipeline rank's layers, each in the settings that it takes.
+        """Return the templates of a pipeline rank's layers in those settings whose parts they have.
 
         The rank waits for others as if all layers recomputed what the shape says.
-
-        Args:
-            pp_rank: The rank.
-            state_bytes: Device memory that is always in use.
-            settings: The settings; a layer takes those whose parts it has.
         """
         settings = tuple(dict.fromkeys(settings))
         single = replace(self.shape, layers_per_checkpoint=1)
@@ -150,7 +138,6 @@ class Workplan:
         return self._scheduled(rank, state_bytes), assignment
 
     def _own_templates(self, pp_rank: int) -> tuple[RankTemplates, Assignment]:
-        """Return the same without a schedule."""
         shape, step = self.shape, self.shape.layers_per_checkpoint
         templates: dict[str, dict[LayerSetting, Template]] = {}
         chunks, assignment = [], []
@@ -171,12 +158,7 @@ class Workplan:
         return ChunkLayers(kinds, chunk.is_first, (), (head,) if chunk.is_last else ())
 
     def _template(self, shape: ModelShape, chunk: Chunk) -> Template:
-        """Return the template of some layers, or of what follows the last one.
-
-        Args:
-            shape: The model, with the settings of these layers.
-            chunk: These layers only; ``is_last`` stands for what follows them.
-        """
+        """Return the template of some layers, or (``is_last``) of what follows the last one."""
         layers = tuple((shape.kind_of(layer), shape.setting_of(layer)) for layer in chunk.layers)
         key = shape.layers_per_checkpoint, layers, chunk.is_last
         if key not in self._templates:  # Ranks have layers of the same kinds.
@@ -198,16 +180,9 @@ class Workplan:
 
 
 def synthetic_trace(work: Workplan, pp_rank: int, state_bytes: int = 0) -> Trace:
-    """Build the trace of one iteration on one pipeline rank.
+    """Build the trace of one iteration on one pipeline rank, with times, bandwidth and memory.
 
-    Args:
-        work: The model to plan.
-        pp_rank: The rank.
-        state_bytes: Device memory that is always in use.
-
-    Returns:
-        A trace with times, bandwidth and memory. It has no steps if no layer of the rank has any of
-        the modules.
+    It has no steps if no layer of the rank has any of the modules.
     """
     rank, assignment = work.own_templates(pp_rank, state_bytes)
     return replace(rank.compose(assignment), assignment=())
@@ -244,7 +219,6 @@ class _Marker:
         }
 
     def _add_layer(self, layer: int, is_first: bool) -> dict[str, int]:
-        """Add a layer's groups and their storages; return its groups by name."""
         work, saved = self._plan, saved_tensors(self._shape, layer)
         marked = [name for name in marked_modules(self._shape, layer) if name in work.modules]
         group_of = {name: len(self.groups) + place for place, name in enumerate(marked)}

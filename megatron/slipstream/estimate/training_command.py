@@ -1,10 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Reads a training run's flags from a command line or from a file.
-
-:mod:`~megatron.slipstream.integration.entry.arguments` parses them. A file contains the words of a
-command line; ``#`` starts a comment.
-"""
+"""Reads a training's flags from a command line, or from a file of its words with ``#`` comments."""
 
 from __future__ import annotations
 
@@ -42,9 +38,8 @@ def is_command(word: str) -> bool:
 def split_command(words: list[str]) -> Words:
     """Split the launcher and the script off the flags of a command.
 
-    Args:
-        words: For example ``torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2``,
-            ``./run train --num-layers 2``, or the flags alone.
+    Such as ``torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2``, ``./run train
+    --num-layers 2``, or the flags alone.
 
     Raises:
         ValueError: The command does not contain the flags or the number of processes.
@@ -94,11 +89,7 @@ def _number(launcher: str, name: str) -> Optional[int]:
 
 
 def read_flags(path: Path) -> list[str]:
-    """Read the words of a file of flags.
-
-    Raises:
-        ValueError: The file is malformed or cannot be read; the message names it.
-    """
+    """Read the words of a file of flags; raises ``ValueError`` with its name if that fails."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -93,12 +93,7 @@ def _check_ranks(parallelism: Parallelism) -> None:
 
 
 def check_modules(shape: ModelShape, modules: tuple[str, ...]) -> None:
-    """Check that these modules can be offloaded.
-
-    Raises:
-        ValueError: megatron-core rejects them, a module is not modelled, or experts save nothing
-            because they are recomputed.
-    """
+    """Raise ``ValueError`` if modules are unknown here or to megatron-core, or save nothing."""
     # Only the rules about modules and experts apply here.
     experts = shape.experts
     facts = SimpleNamespace(

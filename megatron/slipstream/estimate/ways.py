@@ -124,11 +124,7 @@ _IN_HEAD = (StepKind.OUTPUT_END, StepKind.BACKWARD_START, StepKind.OUTPUT_BACKWA
 class PlannedRank:
     """The layers of a pipeline rank, and the plan of a few micro-batches after which it repeats.
 
-    Args:
-        rank: Its layers and its schedule.
-        assignment: What each layer recomputes.
-        plan: What moves.
-        timed: Returns the plan with times, if it is another.
+    ``timed`` returns the plan with times, if it is another.
     """
 
     rank: RankTemplates
@@ -173,12 +169,8 @@ class PlannedRank:
 class Iteration:
     """One iteration of a model with a way.
 
-    Args:
-        work: The model and its schedule; what its layers recompute does not matter.
-        ranks: The pipeline ranks that differ, by the first rank that is like each rank.
-        state_bytes: The state of each pipeline rank.
-        tiles: What is computed by tiles.
-        modules: The modules that move; empty if nothing does, or a planner decides.
+    ``ranks`` has the pipeline ranks that differ, by the first rank that is like each rank.
+    ``modules`` are those that move; empty if nothing does, or a planner decides.
     """
 
     work: Workplan
@@ -243,13 +235,7 @@ def _text(setting: LayerSetting) -> str:
 
 @dataclass(frozen=True)
 class SizedModel:
-    """A model at one size, in all the ways to train it.
-
-    Args:
-        configured: The model and its schedule.
-        speed: Speed of the GPU.
-        state_bytes: The state of each pipeline rank.
-    """
+    """A model at one size, in all the ways to train it; the state is that of each pipeline rank."""
 
     configured: Configured
     speed: Speed
@@ -336,7 +322,6 @@ class SizedModel:
         return marked, tuple(dict.fromkeys((*marked, *more)))
 
     def _variant(self, tiles: Tiles) -> tuple[Workplan, dict[int, RankTemplates]]:
-        """Return the templates that the planner chooses from."""
         if tiles not in self._variants:
             work = self._work(tiles, NOTHING, self._modules[1])
             settings = (NOTHING, selective_setting(self.configured.shape), WHOLE)
@@ -438,10 +423,7 @@ def _planned_as_built_in(
 ) -> PlannedRank:
     """Plan an assignment as megatron-core's engine moves groups, which counts marks.
 
-    Args:
-        rank: The layers of a rank.
-        assignment: What each of them recomputes.
-        prefetch_depth: By how many groups it reloads ahead; 0 if nothing moves.
+    It reloads ``prefetch_depth`` groups ahead; 0 if nothing moves.
     """
     trace = _short(rank).compose(assignment, marks_all=True)
     if not prefetch_depth:

@@ -17,14 +17,8 @@ def at_length(trace: Trace, seq_length: int) -> Trace:
     """Scale a trace to another sequence length.
 
     Storages, and memory above what is in use between iterations, grow with the length; so do times,
-    except for those inside the groups of core attention, which grow with its square.
-
-    Args:
-        trace: A recorded iteration, with its :attr:`Trace.seq_length`.
-        seq_length: Tokens per sequence, 1 or more.
-
-    Raises:
-        ValueError: The trace does not say how long its sequences were.
+    except for those inside the groups of core attention, which grow with its square. Raises
+    ``ValueError`` if the trace does not say how long its sequences were.
     """
     if not trace.seq_length:
         raise ValueError(
@@ -44,10 +38,7 @@ def at_length(trace: Trace, seq_length: int) -> Trace:
 
 
 def state_bytes(trace: Trace) -> int:
-    """Return the device memory in use whatever the length: the least that a step had allocated.
-
-    0 without readings.
-    """
+    """Return the device memory in use whatever the length: the least of all readings, or 0."""
     return min((item.allocated_bytes + item.absent_bytes for item in trace.memory), default=0)
 
 

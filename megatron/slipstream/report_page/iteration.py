@@ -160,7 +160,6 @@ def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
 
 
 def _passes(iteration: Iteration) -> Iterator[dict[str, Any]]:
-    """Yield the forward and the backward of each micro-batch through a chunk, such as F0 or B0."""
     for (is_backward, number), run in itertools.groupby(
         iteration.compute,
         lambda bar: (bar.cause.kind in KINDS_OF_BACKWARD, bar.cause.key.chunk_pass),

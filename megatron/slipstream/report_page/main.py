@@ -72,7 +72,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Check the options before reading any file."""
     if options.html is None:
         if options.trace:
             raise ValueError(

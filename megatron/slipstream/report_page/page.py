@@ -42,8 +42,6 @@ MAX_SHOWN = 8
 
 
 class _RankView(NamedTuple):
-    """A rank's data for the template; without a plan it has no charts and groups."""
-
     report: RankReport
     remark: str = ""
     iteration: Optional[Iteration] = None
@@ -54,16 +52,9 @@ class _RankView(NamedTuple):
 def render_page(
     report: Report, plans: Optional[Mapping[int, Plan]] = None, is_plan: bool = False
 ) -> str:
-    """Render the page as HTML.
+    """Render the page as HTML; a rank without a plan has no timeline, memory curve and groups.
 
-    Args:
-        report: Report of one or more ranks.
-        plans: The plan of each rank, for its timeline, memory curve and table of groups. A rank
-            without a plan has none of these.
-        is_plan: Whether this is the page of a plan that has not run.
-
-    Raises:
-        ValueError: A plan's times or bandwidth are invalid.
+    ``is_plan`` says that nothing has run. Raises ``ValueError`` if a plan's times are invalid.
     """
     style, script = _file("page.css"), _file("page.js")
     rank_heads, rank_rows = rank_table(report)
