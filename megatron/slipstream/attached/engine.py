@@ -105,11 +105,7 @@ class VersionCheckedTensor:
         return self.tensor._version == self.version
 
     def read(self) -> torch.Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: The tensor was changed in place after it was saved.
-        """
+        """Return the tensor; ``RuntimeError`` if it was changed in place after it was saved."""
         if not self.is_intact:
             raise RuntimeError(
                 f"a tensor of shape {list(self.tensor.shape)} that was saved for backward was "
@@ -133,8 +129,6 @@ class BackwardHook:
 
 
 class _Pass:
-    """One forward of the model."""
-
     def __init__(self) -> None:
         self._groups: list[tuple[OffloadTensorGroup, weakref.ref[BackwardHook]]] = []
         self.is_hooked = False
@@ -167,11 +161,8 @@ class _Pass:
 class AttachedEngine(OffloadEngine):
     """Detects passes and iterations: [Note: Where an iteration ends].
 
-    Args:
-        arguments: Arguments of :class:`OffloadEngine`.
-        model: The model; its parameters and buffers stay on the device.
-        min_offloaded_tensor_size: Tensors whose memory has fewer elements stay on the device.
-        activation_offload_fraction: Fraction of a pass's groups that may be offloaded.
+    The model's parameters and buffers stay on the device, and so do tensors whose memory has fewer
+    elements than ``min_offloaded_tensor_size``.
     """
 
     def __init__(
@@ -284,14 +275,9 @@ class AttachedEngine(OffloadEngine):
     def commit_region(self, name: str, nodes: Iterable[Node], is_taken: bool = False) -> bool:
         """Commit a group that has saved all its tensors.
 
-        Args:
-            name: Name of the group.
-            nodes: Autograd nodes of the module's outputs. Backward needs the group when it reaches
-                the first of them.
-            is_taken: Whether other saved-tensor hooks take tensors that the module saves.
-
-        Returns:
-            False if the group saved something but has no nodes, so its backward is not detected.
+        Backward needs the group when it reaches the first of ``nodes``; ``is_taken`` says that
+        other saved-tensor hooks take tensors of the module. Returns False if the group saved
+        something but has no nodes, so that its backward is not detected.
         """
         group = self.commit_group(name)
         if group is None:
@@ -389,11 +375,7 @@ class AttachedEngine(OffloadEngine):
 
     @torch.compiler.disable
     def read(self, saved: Any) -> torch.Tensor:
-        """Unpack hook: return the tensor that :meth:`save` replaced.
-
-        Raises:
-            RuntimeError: The tensor was changed in place after it was saved.
-        """
+        """Return the tensor that :meth:`save` replaced, or ``RuntimeError`` if it was changed."""
         return saved.read() if type(saved) is VersionCheckedTensor else super().read(saved)
 
     # Backward.

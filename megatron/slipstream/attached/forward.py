@@ -56,8 +56,6 @@ _TWO_TRAIN = (
 
 
 class _Role(enum.Enum):
-    """The role of one call of a hooked module."""
-
     SKIPPED = "nothing: no gradients, in backward, in another region, or under other hooks"
     PASS = "the model runs: a pass is open"
     REGION = "a chosen module runs: what it saves belongs to its group"
@@ -65,8 +63,6 @@ class _Role(enum.Enum):
 
 
 class _Call:
-    """One call of a hooked module that is running."""
-
     __slots__ = ("hooked", "role", "frame", "exception", "first_node")
 
     def __init__(self, hooked: _Hooked, role: _Role) -> None:
@@ -88,7 +84,6 @@ class _Call:
 
 
 def _frame_of_call() -> Optional[FrameType]:
-    """Return the frame in which torch calls the module whose hook is running."""
     frame: Optional[FrameType] = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != _MODULE_FILE:
         frame = frame.f_back
@@ -96,8 +91,6 @@ def _frame_of_call() -> Optional[FrameType]:
 
 
 class _Thread:
-    """Calls that run in one thread."""
-
     def __init__(self) -> None:
         self.thread = threading.current_thread()
         self.calls: list[_Call] = []
@@ -125,10 +118,7 @@ class _Hooked:
 
 
 class _Hook:
-    """A hook that is registered with a module.
-
-    In a deep-copied or pickled module, it is replaced by a hook that does nothing.
-    """
+    """A hook of a module; in a deep-copied or pickled module, one that does nothing."""
 
     def __init__(
         self, function: Callable[..., None], hooked: _Hooked, lock: threading.RLock
@@ -227,11 +217,7 @@ class ForwardHooks:
         return not self._handles
 
     def remove(self) -> None:
-        """Remove the hooks from the modules.
-
-        Raises:
-            RuntimeError: Another thread is training.
-        """
+        """Remove the hooks; raises ``RuntimeError`` if another thread is training."""
         with self._lock:
             if not self._is_trainer_free():
                 assert self._trainer is not None
@@ -251,7 +237,6 @@ class ForwardHooks:
 
     @property
     def _here(self) -> _Thread:
-        """The state of this thread."""
         here: Optional[_Thread] = getattr(self._local, "thread", None)
         if here is None:
             here = self._local.thread = _Thread()
@@ -428,8 +413,7 @@ class ForwardHooks:
     def _is_hooked(self, hooked: _Hooked, module: Any) -> bool:
         """Whether the call is of the hooked module, rather than of a copy.
 
-        Raises:
-            RuntimeError: The copy is a replica of ``torch.nn.DataParallel``, which runs in threads.
+        Replicas of ``torch.nn.DataParallel`` run in threads, so they are a ``RuntimeError``.
         """
         if hooked.is_of(module):
             return True
@@ -472,12 +456,10 @@ class ForwardHooks:
         return owner is self._engine or owner is self._inputs
 
     def _tell(self, label: str, reason: str) -> None:
-        """Warn once why modules move less than they could, and remember it."""
         self.reasons.setdefault(label, reason)
         self._warn_once(reason)
 
     def _warn_once(self, text: str) -> None:
-        """Warn once."""
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("attach(): %s", text)
@@ -497,12 +479,7 @@ def _check_current_gpu(model: torch.nn.Module) -> None:
 
 
 def tensors_in(value: Any, opens_objects: bool = False) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists, dictionaries and data classes.
-
-    Args:
-        value: Any object.
-        opens_objects: Also search the attributes of other objects.
-    """
+    """Yield the tensors in nested containers and data classes, on request in any object."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

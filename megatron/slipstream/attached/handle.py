@@ -191,9 +191,7 @@ class Attached:
         return self._hooks.are_removed
 
     def detach(self) -> None:
-        """Stop offloading. Offloaded tensors are still reloaded for their backward.
-
-        Idempotent.
+        """Stop offloading; offloaded tensors are still reloaded for their backward. Idempotent.
 
         Raises:
             RuntimeError: Another thread is running the model with gradients, or its backward.
@@ -206,10 +204,7 @@ class Attached:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context in which this thread offloads nothing.
-
-        Not needed for passes without gradients, which never offload.
-        """
+        """Context in which this thread offloads nothing; passes without gradients never do."""
         before = self.engine.do_offload
         self.engine.do_offload = False
         try:
@@ -233,7 +228,6 @@ class Attached:
 
         Raises:
             RuntimeError: No iteration has been recorded.
-            OSError: The file cannot be written.
         """
         if self.engine.plan is None:
             raise RuntimeError("no iteration has been recorded; train with the model first")

@@ -37,8 +37,6 @@ class Match(NamedTuple):
 
 
 class _Named(NamedTuple):
-    """A sub-module and one of the paths that lead to it."""
-
     name: str
     """The path without wrappers; empty for the model itself."""
     path: str
@@ -49,12 +47,7 @@ def find_modules(model: torch.nn.Module, patterns: Iterable[Pattern]) -> list[Ma
     """Return the sub-modules that ``patterns`` match, each once, in the model's order.
 
     A match inside another match is ignored, since the outer group covers its operations. For a
-    wrapped module, the outermost wrapper is returned.
-
-    Args:
-        model: The model, which itself is never matched.
-        patterns: Module types, and glob patterns over whole qualified names: ``*`` matches one part
-            between dots (or some of its characters), ``**`` any number of parts.
+    wrapped module, the outermost wrapper is returned. The model itself never matches.
 
     Raises:
         ValueError: There is no pattern, one is neither a string nor a module type, or one adds no

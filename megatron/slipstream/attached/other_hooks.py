@@ -24,10 +24,7 @@ def top_pack_hook() -> Any:
 
 
 def name_of_others(owns: Owns) -> Optional[str]:
-    """Return the name of active hooks inside of ours; None if there are none.
-
-    A checkpoint's hooks do not count: they keep nothing of what runs in it.
-    """
+    """Return the name of active hooks inside of ours, except checkpoints', which keep nothing."""
     popped, name = [], None
     try:
         while (hooks := _autograd._top_saved_tensors_default_hooks(False)) is not None:
@@ -47,10 +44,7 @@ def name_of_others(owns: Owns) -> Optional[str]:
 def name_of_takers(nodes: Iterable[Node], first: int, owns: Owns) -> Optional[str]:
     """Return the name of other hooks that took a tensor saved in a region; None if none did.
 
-    Args:
-        nodes: Nodes of the region's results.
-        first: Sequence number of the region's first node.
-        owns: Whether an unpack hook is one of ours.
+    ``nodes`` are those of the region's results, ``first`` is the sequence number of its first.
     """
     for saved in _saved_by(nodes, first):
         # torch.autograd.graph has no public way to ask this without unpacking the tensor.

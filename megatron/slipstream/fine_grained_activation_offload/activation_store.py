@@ -101,12 +101,7 @@ class MarksInPython:
 class ActivationStore:
     """Saves, offloads and reloads storages. Callers decide which and when.
 
-    This one does so in Python; ``native_store`` leaves the common cases to C++.
-
-    Args:
-        backend: The device.
-        recorder: Notes what it sees of storages while iterations are recorded.
-        native: The module with the C++ classes, if used.
+    This one does so in Python; ``native_store`` leaves the common cases to C++ (``native``).
     """
 
     is_native = False
@@ -198,10 +193,7 @@ class ActivationStore:
 
     @property
     def crosses_streams(self) -> bool:
-        """Whether models read memory on streams other than the one it was allocated for.
-
-        True for models that run in nodes.
-        """
+        """Whether models read memory on streams other than its own: those that run in nodes."""
         return self._crosses_streams
 
     @crosses_streams.setter
@@ -243,16 +235,10 @@ class ActivationStore:
     def hooks(
         self, group: OffloadTensorGroup, reader: Any
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Return autograd's hooks for a region of ``group``.
+        """Return autograd's pack and unpack hooks for a region of ``group``.
 
-        Args:
-            group: The group.
-            reader: Its ``read`` reads the saved tensors (with C++, those that it does not handle).
-                Only the hook references it, not the store, so that an engine is freed with its
-                last graph.
-
-        Returns:
-            The pack hook and the unpack hook.
+        ``reader.read`` reads the saved tensors (with C++, those that it does not handle). Only the
+        hook references it, not the store, so that an engine is freed with its last graph.
         """
         return partial(self.pack, group), reader.read
 
@@ -292,8 +278,7 @@ class ActivationStore:
     def read(self, saved: Any) -> torch.Tensor:
         """Unpack a saved tensor, on the stream of the operation that reads it.
 
-        Raises:
-            RuntimeError: The tensor was changed in place after it was saved.
+        Raises ``RuntimeError`` if the tensor was changed in place after it was saved.
         """
         if type(saved) is not self.saved_type:
             return saved
@@ -358,9 +343,7 @@ class ActivationStore:
     def give_up(self, group: OffloadTensorGroup, tensors: Iterable[torch.Tensor]) -> None:
         """Free the memory of these tensors on release, even if other references exist.
 
-        Args:
-            group: Tensors that it has not saved are skipped.
-            tensors: Tensors that forward no longer reads, and backward only as saved tensors.
+        Forward no longer reads them, and backward only as saved tensors; others are skipped.
         """
         addresses = {memory_of(tensor) for tensor in tensors}
         for storage in group.storages():
@@ -380,8 +363,7 @@ class ActivationStore:
 
         Args:
             group: A committed group.
-            may_move: Returns whether a storage may move, given its position in the group and the
-                storage; None if all may.
+            may_move: Whether a storage may move, given its position in the group and the storage.
             kept: Positions of storages that stay.
             numbers: By position, the index of each of the group's storages in the trace of the
                 plan whose host layout is followed; None if none is followed.
@@ -470,11 +452,7 @@ class ActivationStore:
         self._recorder.set_returned(storage, was_held_outside=True)
 
     def _call_back(self, storage: SavedStorage) -> None:
-        """OFFLOADING to STAYS.
-
-        The D2H copy may still be reading, so later work waits for it before the memory is
-        released.
-        """
+        """OFFLOADING to STAYS; later work waits for the D2H copy before the memory is released."""
         self.copy_streams.follow_copy_out(storage.out_signal, storage.streams, storage.owner.name)
         storage.move_to(Residence.STAYS)
         storage.pool.free(storage.take_allocation())
@@ -484,12 +462,7 @@ class ActivationStore:
         self.copy_in(group.storages())
 
     def copy_in(self, storages: Iterable[SavedStorage], late: bool = False) -> None:
-        """Start reloading those of ``storages`` that are on the host.
-
-        Args:
-            storages: Storages in any state.
-            late: Whether backward already needs them.
-        """
+        """Start reloading the storages on the host; ``late`` if backward needs them already."""
         returning = []
         for storage in storages:
             if storage.residence is not Residence.HOST:
@@ -557,7 +530,6 @@ class ActivationStore:
         return True
 
     def _start_copies_in(self, storages: Sequence[SavedStorage]) -> None:
-        """HOST to RELOADING, in one batch."""
         # Allocate everything before any state changes: the device may be out of memory.
         memory = [self.backend.allocate_device(s.nbytes, s.device) for s in storages]
         moves = [
@@ -594,7 +566,6 @@ class ActivationStore:
 
 
 def _free_buffer(storage: SavedStorage) -> None:
-    """Free the storage's host buffer, if it has one."""
     if storage.allocation is not None:
         storage.pool.free(storage.take_allocation())
 
@@ -628,7 +599,6 @@ def _keep(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse(saved: SavedTensor) -> NoReturn:
-    """Raise autograd's error for a saved tensor that was changed in place."""
     raise RuntimeError(
         f"a tensor of shape {list(saved.storage.shape_of(saved.index))} that "
         f"{saved.group.label.describe()} saved for backward was changed by an in-place operation; "

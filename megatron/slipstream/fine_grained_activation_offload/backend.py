@@ -27,10 +27,7 @@ POISON_BYTE = 0xFF
 
 
 class Bytes(NamedTuple):
-    """Bytes ``[start, start + nbytes)`` of a storage.
-
-    Cheaper than a tensor: the engine creates one for every copy.
-    """
+    """Bytes ``[start, start + nbytes)`` of a storage, cheaper than a tensor: each copy has one."""
 
     storage: torch.UntypedStorage
     start: int
@@ -177,8 +174,7 @@ class Backend(ABC):
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         """Allocate uninitialized, page-aligned uint8 host memory for asynchronous copies.
 
-        Raises:
-            RuntimeError: There is too little memory (or ``MemoryError``).
+        Raises ``RuntimeError`` (or ``MemoryError``) if there is too little memory.
         """
 
     @abstractmethod
@@ -221,11 +217,7 @@ class Backend(ABC):
     def begin_peak(self, name: str = "") -> int:
         """Start a peak that, unlike :meth:`memory`'s, survives :meth:`reset_peak_memory`.
 
-        Args:
-            name: Peaks of other names go on.
-
-        Returns:
-            Device bytes allocated now; 0 if they are not counted.
+        Peaks of other names go on. Returns the device bytes allocated now; 0 if not counted.
         """
         self.reset_peak_memory()
         self._past_peaks = {**self._past_peaks, name: 0}

@@ -74,10 +74,7 @@ class ChunkOffloadHandler:
     def used_before(
         self, group: Optional[OffloadTensorGroup], depth: int
     ) -> Sequence[OffloadTensorGroup]:
-        """Return the ``depth`` groups that backward most likely reaches right after ``group``.
-
-        If ``group`` is None, return those that backward most likely reaches first.
-        """
+        """Return ``depth`` groups that backward most likely reaches after ``group``, or first."""
         place = len(self._committed) if group is None else self._committed.index(group)
         return self._committed[max(0, place - depth) : place][::-1]
 

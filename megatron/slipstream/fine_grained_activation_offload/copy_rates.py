@@ -59,10 +59,7 @@ class CopyTime(NamedTuple):
 def measure_link(store: ActivationStore) -> Optional[Bandwidth]:
     """Measure the bandwidth of copies between two iterations, in memory of a store.
 
-    Blocks the host for about ten copies.
-
-    Returns:
-        None if there is too little memory, or the backend takes no times.
+    Blocks the host for about ten copies. None if memory is short, or the backend takes no times.
     """
     pool = store.host_pool
     if pool.allocated_bytes < BANDWIDTH_NBYTES:
@@ -85,13 +82,8 @@ def measure_bandwidth(
 ) -> Optional[Bandwidth]:
     """Measure bandwidth, each way alone and both at once; None if the backend takes no times.
 
-    Blocks the host for about ten copies.
-
-    Args:
-        backend: The backend of ``streams``.
-        streams: The copy streams.
-        device: Unused device memory.
-        host: Unused host memory of that length.
+    Blocks the host for about ten copies between ``device`` and ``host``, unused memory of the same
+    length.
     """
     streams.begin_measurement()
     half = device.nbytes // 2
@@ -147,14 +139,9 @@ def rates_beside_compute(
 ) -> Bandwidth:
     """Return the bandwidth during these iterations.
 
-    Args:
-        measured: Rates between iterations. They also give the slowdown while the other direction
-            is busy.
-        iterations: The copies of each iteration.
-
-    Returns:
-        For each direction, the measured rates times the median factor by which the iterations'
-        copies differ from them; 1 for a direction with few copies.
+    For each direction, these are the measured rates, which also give the slowdown while the other
+    direction is busy, times the median factor by which the iterations' copies differ from them; 1
+    for a direction with few copies.
     """
     shares = []
     for is_out, rates in ((True, measured[0::2]), (False, measured[1::2])):

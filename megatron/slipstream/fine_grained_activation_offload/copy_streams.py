@@ -113,9 +113,8 @@ class TimedCopies(NamedTuple):
 class Timings:
     """Device times of an iteration, in order of issue.
 
-    Args:
-        is_of_graph: Whether the iteration is captured. Only then is work in graphs timed: the clock
-            of an iteration around a capture must not read events that are never recorded.
+    Work in graphs is timed only if the iteration is captured (``is_of_graph``): the clock of an
+    iteration around a capture must not read events that are never recorded.
     """
 
     def __init__(self, is_of_graph: bool = False) -> None:
@@ -131,10 +130,7 @@ class Timings:
 
 
 class Waits:
-    """Creates one engine's signals, and tracks which streams have waited for them.
-
-    ``native`` has an equivalent class of the same name.
-    """
+    """Creates an engine's signals, and tracks who has waited for them; C++ has an equal class."""
 
     def __init__(self) -> None:
         self.graph = 0
@@ -166,12 +162,7 @@ class Waits:
 
 
 class CopyStreams:
-    """Owns the copy streams. Knows nothing of groups or plans.
-
-    Args:
-        backend: The device.
-        waits: A :class:`Waits`, in Python or C++.
-    """
+    """Owns the copy streams, and knows nothing of groups or plans."""
 
     def __init__(self, backend: Backend, waits: Any = None) -> None:
         self._backend = backend
@@ -224,15 +215,11 @@ class CopyStreams:
         producers: Mapping[Hashable, Stream],
         before: Optional[Callable[[], None]] = None,
     ) -> Signal:
-        """Copy device bytes into host buffers on the d2h stream.
+        """Copy device bytes into host buffers on the d2h stream, and return the signal after that.
 
-        Args:
-            moves: Pairs of device bytes and the buffer they are copied to.
-            producers: The streams that computed the bytes, by id.
-            before: Called after the d2h stream's waits and before the copies.
-
-        Returns:
-            The signal after the copies. The device memory must outlive it (:meth:`release`).
+        ``producers`` are the streams that computed the bytes, by id. ``before`` is called after the
+        stream's waits and before the copies. The device memory must outlive the signal
+        (:meth:`release`).
         """
         stream, stream_id = self.d2h, self._d2h_id
         for producer_id, producer in producers.items():
@@ -256,13 +243,7 @@ class CopyStreams:
         streams: Mapping[Hashable, Stream],
         label: str = "",
     ) -> None:
-        """Order the streams that may reuse device memory next after its D2H copy.
-
-        Args:
-            copied_out: The signal after the copy.
-            streams: These streams by id.
-            label: The group, for timings.
-        """
+        """Order the streams that may reuse device memory next, by id, after its D2H copy."""
         if copied_out is not None:
             for stream_id, stream in streams.items():
                 self._wait(Edge.E3, stream, stream_id, copied_out, label)
@@ -307,11 +288,10 @@ class CopyStreams:
         """Copy host buffers into device memory of the current stream, on the h2d stream.
 
         Args:
-            moves: Pairs of device bytes to write and the buffer to read. The buffers are not read
-                again.
+            moves: Pairs of device bytes to write and the buffer to read, for the last time.
             copied_out: The signals after the D2H copies that wrote the buffers.
             here: The current stream.
-            after: Called once the copies are enqueued on the h2d stream.
+            after: Called once the copies are enqueued.
 
         Returns:
             The signal after the copies. The device memory must be kept until something has waited
@@ -335,13 +315,7 @@ class CopyStreams:
         return self._end(moves, stream, stream_id)
 
     def before_use(self, signal: Signal, stream_id: Hashable, label: str = "") -> None:
-        """Make the current stream wait before it reads reloaded tensors.
-
-        Args:
-            signal: The signal after their H2D copies.
-            stream_id: Id of the current stream.
-            label: The group, for timings.
-        """
+        """Make the current stream wait for H2D copies before it reads reloaded tensors."""
         self._wait(Edge.E5, None, stream_id, signal, label)
 
     def note_read(self, returned: torch.Tensor) -> None:
@@ -360,10 +334,7 @@ class CopyStreams:
     ) -> None:
         """Release reloaded device memory that was never read.
 
-        Args:
-            memory: The destination of the copy; the caller deletes its last reference.
-            copied_in: The signal after the copy.
-            allocated_for: The stream that may reuse the memory next.
+        The caller deletes its last reference; ``allocated_for`` may reuse it next.
         """
         if memory is None or copied_in is None or allocated_for is None:
             return
@@ -420,7 +391,6 @@ class CopyStreams:
         self.finish()
 
     def _run(self, copies: Sequence[Copy], stream: Stream) -> None:
-        """Enqueue copies on a copy stream, and time them if :attr:`timings` is set."""
         timings = self._open_timings()
         if timings is None:
             self._backend.run_copies(copies, stream)

@@ -51,11 +51,7 @@ class Overhead(NamedTuple):
 
 
 class CostTrial:
-    """Compares iterations with and without the engine.
-
-    Args:
-        max_percent: The allowed overhead in percent.
-    """
+    """Compares iterations with and without the engine."""
 
     def __init__(self, max_percent: float) -> None:
         self.max_percent = max(max_percent, RESOLUTION_PERCENT)
@@ -99,14 +95,9 @@ class CostTrial:
 
 
 def trace_after(plan: Plan, trial: CostTrial, number: int) -> Trace:
-    """Return the trace for the next plan, after one exceeded the limit.
+    """Return the trace for the next plan, after the trial of one exceeded the limit.
 
     It is unknown whether groups or bytes cause the cost, so it is attributed to both.
-
-    Args:
-        plan: The plan that was tried.
-        trial: Its trial.
-        number: Number of the trial, from 1.
     """
     off_ms = statistics.median(trial.off_ms)
     cost_ms = trial.overhead.percent / 100 * off_ms

@@ -15,12 +15,9 @@ from megatron.slipstream.plan.trace import GroupKey
 
 
 class CountedModules:
-    """The counters of an iteration. Counts from C++ are added on demand.
+    """The counters of an iteration by module, and late H2D copies by the group that saved first.
 
-    Args:
-        modules: Counters by module name.
-        late_groups: Number of late H2D copies, by the group that first saved the storage.
-        in_cpp: Additional counts from C++.
+    Counts from C++ are added on demand.
     """
 
     def __init__(

@@ -123,8 +123,6 @@ class _LazyStream:
 
 
 class _LazyCopy:
-    """A copy enqueued on a lazy stream."""
-
     def __init__(self, copy: Copy, ordered: bool) -> None:
         self.copy = copy
         self.ordered = ordered

@@ -64,15 +64,7 @@ class Switch:
 
 
 class OffloadEngine:
-    """Offloads and reloads the tensors that groups save, and plans from recorded iterations.
-
-    Args:
-        backend: The device.
-        options: How groups are chosen and timed.
-        rank: Global rank, for the report.
-        num_verified_iterations: See ``OffloadConfig.offload_verify``.
-        is_native: Whether to use the C++ saved-tensor hooks, if they can be compiled.
-    """
+    """Offloads and reloads the tensors that groups save, and plans from recorded iterations."""
 
     def __init__(
         self,
@@ -154,11 +146,7 @@ class OffloadEngine:
     def change_assignment(self, assignment: Assignment) -> None:
         """Follow only plans of this assignment, which the layers have from the next pass on.
 
-        Args:
-            assignment: What backward recomputes of each layer.
-
-        Raises:
-            RuntimeError: An iteration has begun and not ended.
+        Raises ``RuntimeError`` if an iteration has begun and not ended.
         """
         if assignment == self.lifecycle.plans.assignment:
             return
@@ -178,11 +166,6 @@ class OffloadEngine:
         """Begin the pass of a micro-batch through a model chunk.
 
         Passes without gradients, and recomputations in backward, are ignored.
-
-        Args:
-            vp_stage: Index of the model chunk on this rank.
-            policy: The model's options.
-            pp_rank: Pipeline-parallel rank.
         """
         self.now.leave_pass()
         self.now.started = None
@@ -340,11 +323,7 @@ class OffloadEngine:
         self.store.close()
 
     def read(self, saved: Any) -> torch.Tensor:
-        """Return a saved tensor to backward: autograd's unpack hook.
-
-        Raises:
-            RuntimeError: The tensor was changed in place after it was saved.
-        """
+        """Return a saved tensor to backward; raises ``RuntimeError`` if it was changed in place."""
         if (
             type(saved) is self.store.saved_type
             and saved.group.state is GroupState.COMMITTED
@@ -369,15 +348,9 @@ class OffloadEngine:
     def end(
         self, tensor: torch.Tensor, name: str, given_up: Sequence[torch.Tensor] = ()
     ) -> torch.Tensor:
-        """End a group on one of its outputs.
+        """End a group on an output; return it with a node where backward needs the group.
 
-        Args:
-            tensor: The output.
-            name: Name of the group.
-            given_up: Tensors that forward no longer reads, though other references may exist.
-
-        Returns:
-            ``tensor`` with a graph node that marks where backward needs the group.
+        Forward no longer reads ``given_up`` tensors, though other references may exist.
         """
         marked = self._marks.end(self, tensor, name)
         if marked is not None:
@@ -393,9 +366,7 @@ class OffloadEngine:
     ) -> Optional[OffloadTensorGroup]:
         """Commit the open group called ``name``, which has saved everything; None if none is open.
 
-        Args:
-            name: Name of the group.
-            given_up: Tensors that forward no longer reads, though other references may exist.
+        Forward no longer reads ``given_up`` tensors, though other references may exist.
         """
         now = self.now
         group = now.chunk.commit_group(name) if now.chunk is not None else None
@@ -426,11 +397,7 @@ class OffloadEngine:
             self.advance(StepKind.BACKWARD_END, group)
 
     def mark_output(self, kind: StepKind) -> None:
-        """Mark the start or the end of the output layer in forward.
-
-        Args:
-            kind: OUTPUT_START or OUTPUT_END.
-        """
+        """Mark the start or the end of the output layer in forward (OUTPUT_START, OUTPUT_END)."""
         if self._marks.mark_output(self, kind):
             return
         chunk = self._marked_pass()
@@ -440,9 +407,7 @@ class OffloadEngine:
     def mark_gradient(self, kind: StepKind, tensors: list[torch.Tensor]) -> None:
         """Mark, once, where backward first has the gradient of any of these tensors.
 
-        Args:
-            kind: BACKWARD_START, OUTPUT_BACKWARD_START or OUTPUT_BACKWARD_END.
-            tensors: Tensors of the running forward pass; those without gradients are skipped.
+        The mark is BACKWARD_START, OUTPUT_BACKWARD_START or OUTPUT_BACKWARD_END.
         """
         if self._marks.mark_gradient(self, kind, tensors):
             return

@@ -35,11 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_backend(name: str) -> Backend:
-    """Create the backend of that name; 'auto' is 'cuda' if torch sees a GPU, else 'cpu'.
-
-    Raises:
-        ValueError: The name is 'cuda' and torch sees no GPU, or the name is unknown.
-    """
+    """Create the backend of that name; 'auto' is 'cuda' if torch sees a GPU, else 'cpu'."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -69,9 +65,8 @@ def open_backend(config: OffloadConfig) -> Backend:
 class SharedHostLimit:
     """The limit of a process: [Note: One limit for a process].
 
-    Args:
-        default_bytes: Returns the limit if the user sets none; None for no limit. Called when the
-            first engine joins, since later ones would find less memory available.
+    ``default_bytes`` returns the limit if the user sets none. It is called when the first engine
+    joins, since later ones would find less memory available.
     """
 
     def __init__(self, default_bytes: Callable[[], Optional[int]]) -> None:
@@ -89,11 +84,9 @@ class SharedHostLimit:
             return [pool for pool in (known() for known in self._members) if pool is not None]
 
     def join(self, pool: HostPool, given_bytes: Optional[int] = None) -> None:
-        """Give a new engine's pool its share.
+        """Give a new engine's pool its share, until :meth:`leave` or until the pool is deleted.
 
-        Args:
-            pool: The pool. It leaves at :meth:`leave` or when it is deleted.
-            given_bytes: The limit of the process that its user has set; None if they set none.
+        ``given_bytes`` is the limit of the process that its user has set, if any.
         """
         with self._lock:
             if not self._members:
@@ -102,10 +95,7 @@ class SharedHostLimit:
             self._share()
 
     def reserve(self, nbytes: int) -> None:
-        """Leave this much of the default limit to what the process allocates later.
-
-        A limit that the user has set stays as it is.
-        """
+        """Leave this much of the default limit, not of the user's, to what is allocated later."""
         with self._lock:
             self._reserved_bytes = max(self._reserved_bytes, nbytes)
             self._share()

@@ -86,15 +86,11 @@ class GraphedLayer:
 
 
 class _Leaving(NamedTuple):
-    """A group to offload, and the layer that saved it."""
-
     group: OffloadTensorGroup
     layer: GraphedLayer
 
 
 class _Set(NamedTuple):
-    """A set of graphs; see [Note: Sets of graphs]."""
-
     vp_stage: int
     number: int
 
@@ -190,12 +186,10 @@ class GraphCaptures:
     # A set of graphs.
 
     def open(self, plan: Optional[Plan], num_sets: Optional[Sequence[int]] = None) -> None:
-        """Prepare to warm up and capture graphs; no-op if already open.
+        """Prepare to warm up and capture graphs that follow a plan; no-op if already open.
 
-        Args:
-            plan: The plan of the iterations so far.
-            num_sets: The number of sets of each model chunk; None if each micro-batch has its own
-                graphs. See [Note: Sets of graphs].
+        ``num_sets`` has the number of sets of each model chunk; None if each micro-batch has its
+        own graphs. See [Note: Sets of graphs].
         """
         if self.is_open:
             return
@@ -230,11 +224,7 @@ class GraphCaptures:
     def begin_set(self, vp_stage: int, number: int, cp_size: int, pool: HostPool) -> None:
         """Begin the warm-up and capture of one set of graphs of a model chunk.
 
-        Args:
-            vp_stage: The model chunk.
-            number: The number of the set.
-            cp_size: The context-parallel size of its micro-batches, as in :class:`GraphId`.
-            pool: Its host memory, from :func:`pool_for_graphs`.
+        ``pool`` is its host memory, from :func:`pool_for_graphs`.
         """
         self._set = _Set(vp_stage, number)
         self._pools[self._set] = pool
@@ -242,7 +232,6 @@ class GraphCaptures:
         self._passes.pop(vp_stage, None)
 
     def _set_of(self, vp_stage: int, micro_batch: int) -> Optional[_Set]:
-        """Return the set whose graphs a micro-batch uses."""
         if self._num_sets is None:
             return None
         return _Set(vp_stage, micro_batch % self._num_sets[vp_stage])
@@ -302,12 +291,9 @@ class GraphCaptures:
     def begin_forward(
         self, vp_stage: int, layer_number: int, inputs: Iterable[torch.Tensor]
     ) -> GraphedLayer:
-        """Begin capturing a forward graph from the current stream.
+        """Begin capturing a forward graph with these static inputs from the current stream.
 
-        Args:
-            vp_stage: The model chunk that the layer belongs to.
-            layer_number: Number of the layer, ascending in the chunk.
-            inputs: The graph's static inputs.
+        Layer numbers ascend in the chunk.
         """
         chunk, before = self._pass_of(vp_stage, layer_number)
         number, cp_size = self._numbered or (chunk.micro_batch, ONE_SIZE)
@@ -321,11 +307,7 @@ class GraphCaptures:
         return layer
 
     def end_forward(self, let_others_go_on: Callable[[], None]) -> None:
-        """End the capture of the layer's forward graph.
-
-        Args:
-            let_others_go_on: Called when only copies remain in the graph.
-        """
+        """End the capture of the layer's forward graph; call back when only copies remain in it."""
         let_others_go_on()
         self._leave()
 
@@ -440,11 +422,7 @@ def pool_for_graphs(store: ActivationStore) -> HostPool:
 def hold(pool: HostPool, needed_bytes: int, largest_bytes: int = 0) -> None:
     """Grow the host memory of graphs until it has room for all that is on the host at once.
 
-    Args:
-        pool: The memory. It may serve graphs already.
-        needed_bytes: Sum of the buffers.
-        largest_bytes: The largest one. A buffer lies in one slab, and the end of an earlier one may
-            be too short for it.
+    A buffer lies in one slab, and the end of an earlier one may be too short for the largest.
     """
     more = needed_bytes + int(SLACK * needed_bytes) - pool.allocated_bytes
     if more > 0:

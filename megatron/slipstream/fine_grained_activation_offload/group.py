@@ -36,9 +36,7 @@ _ALLOWED = {
 class OffloadTensorGroup:
     """The tensors that one marked sub-module saved in one pass.
 
-    Args:
-        label: Its position in the iteration and in the model.
-        min_numel: Tensors whose memory has fewer elements stay on the device.
+    Tensors whose memory has fewer elements than ``min_numel`` stay on the device.
     """
 
     __slots__ = (
@@ -72,11 +70,7 @@ class OffloadTensorGroup:
         return str(self.label)
 
     def move_to(self, state: GroupState) -> None:
-        """Change the state.
-
-        Raises:
-            RuntimeError: A group may not make this transition.
-        """
+        """Change the state; raises ``RuntimeError`` if a group may not make this transition."""
         if (self.state, state) not in _ALLOWED:
             raise RuntimeError(f"group {self} cannot go from {self.state.name} to {state.name}")
         self.state = state

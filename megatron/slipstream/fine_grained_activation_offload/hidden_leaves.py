@@ -38,11 +38,7 @@ def hidden_leaf_candidate(tensor: torch.Tensor) -> Optional[LeafReference]:
 
 
 def empty_if_hidden(reference: LeafReference) -> bool:
-    """Free a leaf's memory if nothing else references the leaf.
-
-    Returns:
-        Whether the memory was freed. :func:`refill` restores it.
-    """
+    """Free a leaf's memory if nothing else references it; return whether, for :func:`refill`."""
     if _count(reference) != _references_of_a_hidden_leaf():
         return False
     leaf = reference()

@@ -96,8 +96,7 @@ class HostAllocation:
     buffer: Bytes
     """As long as the request's size class, at a multiple of 512 bytes."""
     last_use: tuple[Any, ...] = ()
-    """The signals after the last copies that read or write bytes of the buffer; empty if there
-    were none."""
+    """The signals after the last copies that read or write bytes of the buffer, if any."""
     in_flight: Optional[torch.UntypedStorage] = None
     """Device memory of copies of the buffer for which there is no signal yet: [Note: Copies without
     a signal]."""
@@ -152,13 +151,7 @@ class HostUsage:
 
 
 class Layout:
-    """The layout of an iteration's buffers: [Note: Layouts].
-
-    Args:
-        buffers: The buffers by index in ``Trace.storages``.
-        slabs: The slabs of the layout.
-        usage: Counts the bytes in use.
-    """
+    """The layout of an iteration's buffers, by index in ``Trace.storages``: [Note: Layouts]."""
 
     def __init__(self, buffers: HostLayout, slabs: list[Bytes], usage: HostUsage) -> None:
         self._buffers = buffers
@@ -182,8 +175,7 @@ class Layout:
     def begin(self, carried: Iterable[Any]) -> None:
         """Begin an iteration, with no buffer in use.
 
-        Args:
-            carried: The signals after the last copies of earlier iterations.
+        ``carried`` are the signals after the last copies of earlier iterations.
         """
         self.is_followed = True
         self._allocations.clear()
@@ -192,11 +184,9 @@ class Layout:
         self._carried = self.newest
 
     def allocate(self, storage: int, nbytes: int) -> Optional[HostAllocation]:
-        """Return a storage's buffer; None if not planned, or if its bytes are still in use.
+        """Return the buffer of ``Trace.storages[storage]``, whose length must be as planned.
 
-        Args:
-            storage: Index in ``Trace.storages``.
-            nbytes: Its length, which must be as planned.
+        None if it is not planned, or if its bytes are still in use.
         """
         buffer = self._buffers.get(storage)
         if buffer is None or storage in self._allocations:
@@ -267,13 +257,7 @@ _generations = itertools.count()
 
 
 class HostPool:
-    """Allocates host buffers.
-
-    Args:
-        backend: Allocates slabs.
-        limit_bytes: See :attr:`limit_bytes`.
-        native: The module with the C++ classes; None to use the Python ones.
-    """
+    """Allocates host buffers; ``native`` is the module with the C++ classes, if they are used."""
 
     def __init__(
         self, backend: Backend, limit_bytes: Optional[int] = None, native: Any = None
@@ -354,11 +338,7 @@ class HostPool:
         return slack + min(self._unusable_bytes, self.allocated_bytes - self.high_water_bytes)
 
     def allocate(self, nbytes: int) -> HostAllocation:
-        """Allocate a buffer of at least ``nbytes`` bytes.
-
-        Raises:
-            HostMemoryFull: No memory is free, and the pool cannot grow.
-        """
+        """Allocate at least ``nbytes`` bytes; ``HostMemoryFull`` if the pool cannot grow."""
         if self._returned:
             self._take_back()
         try:
@@ -369,21 +349,13 @@ class HostPool:
             self._is_busy = False
 
     def make_layout(self, buffers: HostLayout) -> Any:
-        """Return a :class:`Layout` for :meth:`follow`.
-
-        Args:
-            buffers: A layout for :attr:`slab_lengths`.
-        """
+        """Return a :class:`Layout` for :meth:`follow`, from one for :attr:`slab_lengths`."""
         return self._classes.Layout(buffers, list(self._slab_bytes), self._usage)
 
     def follow(self, layout: Any) -> bool:
-        """Begin an iteration with a planned layout: [Note: Layouts].
+        """Begin an iteration with a layout of this :attr:`generation`: [Note: Layouts].
 
-        Args:
-            layout: Created by :meth:`make_layout` in this :attr:`generation`.
-
-        Returns:
-            Whether that is possible: no buffer may be in use.
+        Return whether that is possible: no buffer may be in use.
         """
         if self.in_use_bytes:
             return False
@@ -396,12 +368,7 @@ class HostPool:
         return True
 
     def allocate_planned(self, storage: int, nbytes: int) -> Any:
-        """Return a storage's buffer in the layout being followed; None if it has none.
-
-        Args:
-            storage: Index in ``Trace.storages``.
-            nbytes: Its length, which must be as planned.
-        """
+        """Return the buffer of a storage in the layout being followed; None if it has none."""
         return None if self.layout is None else self.layout.allocate(storage, nbytes)
 
     def _leave_layout(self) -> None:
@@ -471,8 +438,7 @@ class HostPool:
     def recover(self, finish: Callable[[], None]) -> None:
         """Free the buffers that an exception has left in use. Call between iterations.
 
-        Args:
-            finish: Blocks the host until every copy has completed (edge E7).
+        ``finish`` blocks the host until every copy has completed (edge E7).
         """
         self._is_busy = False
         lost = [item.allocation for item in self._in_use.values() if item.allocation.is_lost]
@@ -563,7 +529,6 @@ class HostPool:
         self._free.put(in_use.slab, in_use.start, in_use.stop, allocation.last_use)
 
     def _grow(self, size: int) -> None:
-        """Add a slab with room for a buffer of ``size``."""
         slab_bytes = max(self._backend.host_slab_bytes, BUFFERS_PER_SLAB * size)
         slab_bytes -= slab_bytes % size  # The remainder could not hold a buffer of this size.
         if self.limit_bytes is not None:

@@ -57,9 +57,7 @@ class CommitMark:
 def at_first_gradient(tensors: Iterable[torch.Tensor], come: Callable[[], None]) -> None:
     """Call ``come`` once, when backward has the gradient of any of these tensors.
 
-    Args:
-        tensors: The tensors; those that do not require gradients are skipped.
-        come: Callback without arguments that does not change gradients.
+    Those that do not require gradients are skipped; ``come`` must not change gradients.
     """
     waiting = [come]
 
@@ -97,13 +95,8 @@ CHECKPOINT_INPUTS = "checkpoint_inputs"
 def run_checkpoint(engine: Any, run: Callable[[], Any]) -> Any:
     """Run a checkpoint; the tensors that it saves form a group if the engine moves them.
 
-    Args:
-        engine: An ``OffloadEngine``.
-        run: Calls an autograd function that runs part of the model without gradients and saves its
-            inputs.
-
-    Returns:
-        The result of ``run``.
+    ``run`` calls an autograd function that runs part of the model without gradients and saves its
+    inputs.
     """
     if not engine.moves_checkpoint_inputs or engine.owner_of_marks() is not engine:
         return run()

@@ -61,13 +61,7 @@ def make_store(backend: Backend, recorder: Recorder, is_native: bool) -> Activat
 
 
 class NativeStore(ActivationStore):
-    """An activation store with the common cases in C++.
-
-    Args:
-        backend: The device.
-        recorder: See ``ActivationStore``.
-        module: The compiled module.
-    """
+    """An activation store with the common cases in C++."""
 
     is_native = True
 

@@ -24,11 +24,7 @@ class PassPolicy(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> PassPolicy:
-        """Return the policy of a model.
-
-        Args:
-            config: megatron-core's ``TransformerConfig``, or an object with its option names.
-        """
+        """Return the policy of a ``TransformerConfig``, or of an object with its option names."""
         return cls(
             min_numel=config.min_offloaded_tensor_size,
             # megatron-core 0.18 has neither of the next two.

@@ -37,12 +37,7 @@ MAX_LAYOUTS_LEFT = 3
 
 
 class IterationProbe:
-    """Measures one iteration that follows its plan.
-
-    Args:
-        clock: Takes times; None to take none.
-        memory: Reads device memory; None to read none.
-    """
+    """Measures one iteration that follows its plan: times by ``clock``, and device memory."""
 
     def __init__(self, clock: Optional[StepClock], memory: Optional[MemoryReader]) -> None:
         self.clock = clock
@@ -121,8 +116,7 @@ class PlanEntry:
     memory: tuple[MemoryReading, ...] = ()
     """Device memory measured in one of these iterations."""
     earlier: tuple[tuple[int, float], ...] = ()
-    """For each earlier plan, the number of moving groups and the time of an iteration excluding
-    stalls."""
+    """For each earlier plan: moving groups, and the time of an iteration excluding stalls."""
     trial: Optional[CostTrial] = None
     """The running trial, if any."""
     num_trials: int = 0
@@ -285,10 +279,7 @@ class PlanCache:
         return None
 
     def find_like(self, entry: PlanEntry, num_passes: int) -> Optional[PlanEntry]:
-        """Return an entry for an iteration of ``num_passes`` passes, if any.
-
-        Prefer ``entry``, then the most recently used one.
-        """
+        """Return an entry for an iteration of ``num_passes`` passes: this one, or the last used."""
         first = [entry] if entry in self else []
         for known in (*first, *reversed(list(self._current()))):
             if known.num_passes == num_passes:
@@ -296,22 +287,12 @@ class PlanCache:
         return None
 
     def is_repeated(self, entry: PlanEntry, num_passes: int) -> bool:
-        """Return whether such an iteration needs no bookkeeping: the last two were alike.
-
-        Args:
-            entry: The entry of the iteration.
-            num_passes: Number of times that forward entered a model chunk.
-        """
+        """Return whether such an iteration needs no bookkeeping: the last two were alike."""
         is_last = entry is self._last and entry.num_passes == num_passes
         return is_last and entry.is_followed_by_itself
 
     def note_order(self, entry: PlanEntry, num_passes: int) -> None:
-        """Record an iteration.
-
-        Args:
-            entry: The entry with its steps.
-            num_passes: Number of times that forward entered a model chunk.
-        """
+        """Record an iteration: the entry with its steps, how often forward entered a chunk."""
         before = self._last
         if before is not None and before.key.assignment == entry.key.assignment:
             before.followed_by = (before.followed_by[1], entry.key)
@@ -332,7 +313,6 @@ class PlanCache:
         return expected or entry
 
     def _current(self) -> Iterator[PlanEntry]:
-        """Yield the entries of the current assignment, most recently used last."""
         for key, entry in self._entries.items():
             if key.assignment == self.assignment:
                 yield entry

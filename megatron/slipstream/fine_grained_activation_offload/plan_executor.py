@@ -42,11 +42,6 @@ class PlanExecutor:
 
     An action that is already done, or is impossible, is skipped. An iteration that departs from its
     plan continues with another plan that begins with the same steps, or with :class:`Fallback`.
-
-    Args:
-        store: Moves the groups.
-        recorder: Records steps that are in no plan.
-        planner: Has the plans and their options.
     """
 
     def __init__(self, store: ActivationStore, recorder: Recorder, planner: Planner) -> None:
@@ -59,16 +54,10 @@ class PlanExecutor:
         """Whether departing from the plan is an error: a captured pass must match its plan."""
 
     def come_to(self, now: Iteration, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
-        """Perform the actions due at a mark.
+        """Perform the actions due at a mark of a group, or at one of no group.
 
-        Args:
-            now: The iteration.
-            kind: Kind of the mark.
-            at: Its group, or the mark itself if it belongs to no group. (Step objects of groups are
-                created only while recording, since there are many.)
-
-        Raises:
-            RuntimeError: The mark is not the planned one, and :attr:`is_bound` is set.
+        (Step objects of groups are created only while recording, since there are many.) Raises
+        ``RuntimeError`` if the mark is not the planned one, and :attr:`is_bound` is set.
         """
         if now.native is not None:
             left = now.native.come_to(kind, at)
@@ -106,12 +95,7 @@ class PlanExecutor:
         now.go_on_in_python()
 
     def leave_plan(self, now: Iteration, num_steps: int) -> None:
-        """Stop following a plan for the rest of the iteration.
-
-        Args:
-            now: The iteration.
-            num_steps: Number of its steps that were as planned.
-        """
+        """Stop following a plan, as which ``num_steps`` were, for the rest of the iteration."""
         self.stop_measuring(now)
         if now.native is not None:
             now.is_incomplete = now.native.leaves_out_marks
@@ -209,11 +193,8 @@ class Fallback:
 
     Used while an iteration is recorded, and for the rest of one that departs from its plan. A group
     is released ``release_lag`` commits after its own, and reloaded ``prefetch_depth`` groups ahead
-    of backward.
-
-    Args:
-        store: Moves the groups.
-        recorder: Knows which storages have other references, so that moving them frees nothing.
+    of backward. The recorder knows which storages have other references, so that moving them frees
+    nothing.
     """
 
     def __init__(self, store: ActivationStore, recorder: Recorder) -> None:
@@ -237,14 +218,7 @@ class Fallback:
         chunk: ChunkOffloadHandler,
         options: PolicyOptions,
     ) -> None:
-        """Move groups at a mark of a group.
-
-        Args:
-            kind: Kind of the mark.
-            group: The group.
-            chunk: Its pass.
-            options: Release lag and prefetch depth.
-        """
+        """Move groups at a mark of a group in the pass ``chunk``."""
         if kind is StepKind.FORWARD_COMMIT:
             self._store.copy_out(group, self._may_move)
             self._waiting.append(group)
@@ -264,14 +238,9 @@ class Fallback:
     ) -> None:
         """Release the last groups of a pass, which no commit follows; reload as backward begins.
 
-        A plan may release them before the loss, so other references to their memory must be
-        detected. That is possible until backward reaches their holders, which may be right before
-        the group.
-
-        Args:
-            kind: Kind of the mark: OUTPUT_START or BACKWARD_START.
-            chunk: The pass.
-            options: Prefetch depth.
+        The mark is OUTPUT_START or BACKWARD_START. A plan may release them before the loss, so
+        other references to their memory must be detected. That is possible until backward reaches
+        their holders, which may be right before the group.
         """
         for group in list(self._waiting):
             if group.key.chunk_pass == chunk.index:

@@ -49,13 +49,7 @@ _DIGITS = 4
 
 
 class Planner:
-    """Builds, proves and improves plans.
-
-    Args:
-        store: Holds the storages that plans move.
-        report: Receives the figures of the newest plan.
-        options: How groups are chosen and timed.
-    """
+    """Builds, proves and improves plans, whose figures ``report`` receives."""
 
     def __init__(self, store: ActivationStore, report: RankReport, options: PolicyOptions) -> None:
         self.plans = PlanCache()
@@ -94,16 +88,10 @@ class Planner:
         return entry
 
     def improve(self, entry: PlanEntry, what: str, is_predicted: bool) -> bool:
-        """Make a plan again from its measured times.
+        """Make a plan again from its measured times; return whether bandwidth can be measured.
 
-        Args:
-            entry: The plan.
-            what: What was timed, for the log.
-            is_predicted: Whether the overhead of moved bytes is predicted, since it is not
-                measured.
-
-        Returns:
-            Whether it was made again: False if bandwidth cannot be measured.
+        ``what`` was timed, for the log. The overhead of moved bytes ``is_predicted`` if nothing
+        measures it.
         """
         measured = self.measure_bandwidth()
         if measured is None:
@@ -144,10 +132,7 @@ class Planner:
         return True
 
     def measure_bandwidth(self) -> Optional[Bandwidth]:
-        """Return the bandwidth of copies, measured at the first call; None if it cannot be.
-
-        Call between iterations.
-        """
+        """Return the bandwidth of copies, measured at the first call between iterations."""
         if self._bandwidth is None:
             self._bandwidth = measure_link(self._store)
         return self._bandwidth

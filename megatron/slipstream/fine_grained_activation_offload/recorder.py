@@ -139,8 +139,7 @@ class MemoryReader:
     def readings(self, absent_bytes: Sequence[int]) -> tuple[MemoryReading, ...]:
         """Return one reading per step; empty if any is missing.
 
-        Args:
-            absent_bytes: For each step, bytes of managed storages on the host until the next step.
+        ``absent_bytes`` are bytes of managed storages on the host from each step until the next.
         """
         if not len(self._allocated) == len(self._peaks) == len(absent_bytes):
             return ()
@@ -275,12 +274,7 @@ class Recorder:
         pp_rank: int,
         groups: Mapping[GroupKey, OffloadTensorGroup],
     ) -> Trace:
-        """Return the iteration as a trace.
-
-        Args:
-            pp_rank: Pipeline-parallel rank.
-            groups: All groups of the iteration, in the order in which they started.
-        """
+        """Return the iteration as a trace; its groups are in the order in which they started."""
         records: dict[Hashable, _StorageRecord] = {}
         saved: dict[GroupKey, list[Hashable]] = {}
         for group in groups.values():

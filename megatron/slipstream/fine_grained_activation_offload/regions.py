@@ -28,11 +28,7 @@ class RegionFlag(NamedTuple):
 
 
 class Regions:
-    """The regions that an engine has entered. C++ works on the same stack and flag.
-
-    Args:
-        store: Saves the tensors.
-    """
+    """The regions that an engine has entered. C++ works on the same stack and flag."""
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store
@@ -45,12 +41,9 @@ class Regions:
     def enter(
         self, group: Optional[OffloadTensorGroup], reader: Any, sets_flag: bool = True
     ) -> None:
-        """Enter a region.
+        """Enter a region of a group; None if saved tensors need not be tracked.
 
-        Args:
-            group: Its group; None if saved tensors need not be tracked.
-            reader: See ``ActivationStore.hooks``.
-            sets_flag: Whether to set :attr:`flag`.
+        For ``reader`` see ``ActivationStore.hooks``; :attr:`flag` is set if ``sets_flag``.
         """
         if group is not None and self._others_save():
             group.kinds_staying |= Staying.TAKEN.bit

@@ -281,13 +281,9 @@ class Report:
     def from_json(cls, data: str | bytes, name: str | Path = "the text") -> Report:
         """Parse the output of :meth:`to_json`. The content is untrusted, so types are checked.
 
-        Args:
-            data: The JSON.
-            name: Name of its file, for errors.
-
         Raises:
-            ValueError: It is not a report, or has another version. The message names the file, the
-                location and the fix.
+            ValueError: It is not a report, or has another version. The message has the file's
+                ``name``, the location and the fix.
         """
         data = data.encode() if isinstance(data, str) else data
         ranks = parse(data, name, _File, SCHEMA, VERSION, "--offload-report-path").ranks

@@ -27,14 +27,9 @@ MAX_ITERATIONS_SHOWN = 500
 
 
 class ReportBuilder:
-    """Fills in the report of a rank.
+    """Fills in the report of a rank, to which other parts write as well.
 
-    Args:
-        report: The report. Other parts write to it directly as well.
-        store: Moves the groups.
-        lifecycle: Makes and measures the plans.
-        graphs: The CUDA graph captures.
-        replayed: Passes replayed by graphs of whole chunks, by chunk name.
+    ``replayed`` has the passes replayed by graphs of whole chunks, by chunk name.
     """
 
     def __init__(
@@ -62,11 +57,7 @@ class ReportBuilder:
         keep_warnings()
 
     def note_iteration(self, counted: Optional[CountedModules]) -> None:
-        """Record the end of an iteration.
-
-        Args:
-            counted: Its counters; None to keep those of the iteration before.
-        """
+        """Record the end of an iteration; without counters those of the iteration before stay."""
         self.counted = counted or self.counted
         report, allocated = self._report, self._store.host_pool.allocated_bytes
         report.num_iterations += 1
@@ -102,11 +93,7 @@ class ReportBuilder:
         return report
 
     def finish(self, wanted_modules: Sequence[str]) -> None:
-        """Add the times of iterations that the device has finished.
-
-        Args:
-            wanted_modules: ``offload_modules`` of the model.
-        """
+        """Add the times of iterations that the device has finished."""
         self._lifecycle.read_clocks()
         report, last = self.build(), self._lifecycle.last
         times = last.latest_times if last is not None else None

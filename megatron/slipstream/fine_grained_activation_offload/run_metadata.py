@@ -48,11 +48,7 @@ def environment() -> dict[str, str]:
 
 
 def settings(*sources: Any) -> dict[str, Any]:
-    """Return the options of a run by name, JSON-serialisable; unset ones are left out.
-
-    Args:
-        sources: Objects with options as attributes: megatron's, an :class:`OffloadConfig`, or both.
-    """
+    """Return the set options of a run by name, JSON-serialisable, from objects that have them."""
     names = (*MODEL_SETTINGS, *(field.name for field in dataclasses.fields(OffloadConfig)))
     found = {}
     for source in sources:

@@ -62,10 +62,7 @@ class Times(NamedTuple):
 class StepClock:
     """Times the steps of one iteration. Events are read once the device has completed them.
 
-    Args:
-        backend: The device.
-        is_of_graph: Whether the iteration is captured in graphs, so that each replay records the
-            events again and they are read after each replay.
+    Each replay of a captured iteration (``is_of_graph``) records them again; then they are read.
     """
 
     def __init__(self, backend: Backend, is_of_graph: bool = False) -> None:
@@ -121,12 +118,8 @@ def typical_step_ms(runs: Sequence[Times]) -> tuple[float, ...]:
 def ms_per_group(runs: Sequence[tuple[int, float]]) -> float:
     """Estimate how much one more moving group lengthens an iteration, excluding waits.
 
-    Args:
-        runs: For each plan, the number of moving groups and the time of an iteration.
-
-    Returns:
-        The slope of a line fitted to them; 0 if they do not differ enough, or if the line gives no
-        positive time for an iteration without groups.
+    That is the slope of a line fitted to the moving groups and times of ``runs``; 0 if they do not
+    differ enough, or if the line gives no positive time for an iteration without groups.
     """
     numbers = [number for number, _ in runs]
     difference = max(numbers) - min(numbers)

@@ -185,11 +185,7 @@ class SavedStorage:
             self.pool.free(self.allocation)
 
     def move_to(self, residence: Residence) -> None:
-        """Change the state.
-
-        Raises:
-            RuntimeError: A storage may not make this transition.
-        """
+        """Change the state; raises ``RuntimeError`` if a storage may not make this transition."""
         if (self.residence, residence) not in _ALLOWED:
             raise RuntimeError(
                 f"storage of {self.owner} of {self.nbytes} bytes cannot go from "
@@ -307,11 +303,7 @@ class SavedStorage:
         return not is_whole or original.data_ptr() != self.copied_address
 
     def release(self, label: str = "") -> None:
-        """OFFLOADING to HOST: release the device memory.
-
-        Args:
-            label: The group for which the compute stream waits for the D2H copy.
-        """
+        """OFFLOADING to HOST: release the device memory, for which group ``label`` waits."""
         self._copies.before_release(self.out_signal, self.streams, label)
         original = self.aliases[0][0].untyped_storage()
         self._original = StorageWeakRef(original)
@@ -351,11 +343,7 @@ class SavedStorage:
         self.allocation = allocation
 
     def buffer_to_read(self) -> HostAllocation:
-        """Return the host buffer, for an H2D copy.
-
-        Raises:
-            RuntimeError: An earlier H2D copy failed, after which its contents are unknown.
-        """
+        """Return the host buffer for an H2D copy; ``RuntimeError`` after one that failed."""
         if self.allocation is None or self.allocation.in_flight is not None:
             raise RuntimeError(
                 f"storage of {self.owner} cannot be reloaded because an earlier reload of it "
@@ -433,8 +421,5 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> Optional[int]:
-    """Return the identity of its storage, which is not reused while the storage lives.
-
-    None if it has no storage. Works for tensors of any kind.
-    """
+    """Return the identity of any tensor's storage while it lives; None if it has none."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None

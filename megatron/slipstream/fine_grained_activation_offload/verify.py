@@ -103,11 +103,9 @@ class Verifier:
                 self._sum_on(h2d, data, sums, ChecksumPoint.RETURNED)
 
     def reads(self, storage: SavedStorage, finish: Callable[[], None]) -> None:
-        """Compare the sums: call when backward first reads ``storage``.
+        """Compare the sums when backward first reads a reloaded storage, after its stream's wait.
 
-        Args:
-            storage: A reloaded storage on whose copy the current stream already waits.
-            finish: Blocks the host until the copy streams are idle.
+        ``finish`` blocks the host until the copy streams are idle.
 
         Raises:
             RuntimeError: The bytes differ from the offloaded ones; names the group and the edge.

@@ -30,7 +30,6 @@ class WarningLog(logging.Handler):
 
 
 def _is_heard_elsewhere(name: str) -> bool:
-    """Return whether a record of the logger ``name`` reaches another handler."""
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
         if any(not isinstance(handler, WarningLog) for handler in logger.handlers):

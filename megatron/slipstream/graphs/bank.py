@@ -58,11 +58,7 @@ class CpSizes:
         return (ONE_SIZE,)
 
     def size_of(self, arguments: Mapping[str, Any]) -> int:
-        """Return the size of a call.
-
-        Raises:
-            ValueError: No size has graphs that can run it.
-        """
+        """Return the size of a call; ``ValueError`` if no size has graphs that can run it."""
         return ONE_SIZE
 
     def arguments_of(self, arguments: Mapping[str, Any], size: int) -> Mapping[str, Any]:
@@ -93,8 +89,8 @@ class ChunkGraphs:
     Args:
         chunks: The chunk, for each size. They differ in name and offloading.
         num_slots: Maximum number of micro-batches, of any sizes, in flight in its schedule.
-        num_warmup_iterations: Number of eager iterations at the start, at least one: the last of
-            them provides the arguments of calls.
+        num_warmup_iterations: Eager iterations at the start, at least one: the last of them
+            provides the arguments of calls.
         backend: Captures the graphs.
         sizes: The sizes of micro-batches; None if there is only one.
     """
@@ -132,10 +128,7 @@ class ChunkGraphs:
 
     @property
     def figures(self) -> Mapping[int, CaptureFigures]:
-        """Figures of each size's last capture, largest first; the others share its memory.
-
-        Empty before the first capture.
-        """
+        """Figures of each size's last capture, largest first; the others share its memory."""
         return {size: g.figures for size, g in self.of_size.items() if g.figures is not None}
 
     def begin_iteration(self) -> None:
@@ -241,11 +234,7 @@ class ChunkGraphs:
 def _copy_of_call(
     chunk: Chunk, hidden: torch.Tensor, arguments: Mapping[str, Any]
 ) -> tuple[torch.Tensor, StaticArguments]:
-    """Copy a call's arguments except constants: hidden states and the others.
-
-    Raises:
-        ValueError: One of the arguments gets a gradient.
-    """
+    """Copy a call's arguments except constants; ``ValueError`` if one of them gets a gradient."""
     call = StaticArguments.flatten(arguments)
     for what, tensor in zip(call.names, call.tensors, strict=True):
         if tensor.requires_grad:

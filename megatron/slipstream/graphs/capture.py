@@ -163,8 +163,7 @@ class CudaGraphs(GraphBackend):
         generators: Returns the random number generators that captured work may use, in addition to
             the device's default one.
         while_recording: Returns a context that is entered during each capture.
-        while_measuring: The same for the measured run. It keeps tensors that are exchanged point
-            to point: [Note: Exchanged tensors stay during capture].
+        while_measuring: The same for the measured run, to keep tensors that are exchanged.
     """
 
     def __init__(

@@ -66,8 +66,6 @@ class CaptureFigures:
 
 
 class _Prepared(NamedTuple):
-    """Slots that have run and are ready to be captured."""
-
     slots: list[Slot]
     parameters: CaptureParameters
     sample: torch.Tensor
@@ -140,14 +138,9 @@ class SizeGraphs:
     ) -> None:
         """Run the passes to capture, and check that they fit; call in a session of the backend.
 
-        Args:
-            sample: Hidden states.
-            arguments: Other arguments of a call, with the shapes of all calls.
-            memories: One for each slot. They may contain other graphs.
-            together: Runs each timed capture: other ranks would wait in its replays if it failed.
-
-        Raises:
-            ValueError: See :meth:`ChunkGraphs.begin_iteration`.
+        There is one memory for each slot, which may contain other graphs. ``together`` runs each
+        timed capture, in whose replays other ranks would wait if it failed. Raises ``ValueError``
+        as :meth:`ChunkGraphs.begin_iteration`.
         """
         started = time.perf_counter()
         self._constants = self.chunk.hold_constants()

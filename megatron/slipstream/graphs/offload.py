@@ -114,11 +114,7 @@ class ChunkOffloading:
 
     @contextlib.contextmanager
     def planning(self, run: Callable[[], None]) -> Iterator[PlannedPass]:
-        """Record and plan a pass by running it. Its plan is final at the end of the context.
-
-        Yields:
-            The planned pass.
-        """
+        """Record and plan a pass by running it. Its plan is final at the end of the context."""
         engine = self._make_engine(min(self._num_verified, NUM_UNTIMED_RUNS))
         takes_time = engine.store.backend.takes_time
         # A replayed graph costs the host nothing for each group.
@@ -184,13 +180,9 @@ class ChunkOffloading:
 class SlotOffloading:
     """Offloading while the graphs of one slot are captured.
 
-    Args:
-        of_chunk: Creates it.
-        engine: Serves this slot only.
-        plan: The plan to follow; None if nothing moves.
-        memory: The slot's memory, whose host memory is grown to the plan's size.
-        is_timed: Whether each replay records the times of its marks and copies.
-        num_verified: Number of passes that the engine verifies.
+    The engine serves this slot only; ``num_verified`` of its passes are verified. The slot's host
+    memory is grown to the plan's size. Replays record the times of marks and copies if
+    ``is_timed``.
     """
 
     def __init__(
@@ -265,7 +257,6 @@ class SlotOffloading:
 
     @contextlib.contextmanager
     def _graph(self) -> Iterator[None]:
-        """Context of the copies of one graph."""
         store = self._engine.store
         is_verified = store.verifier is not None
         store.copy_streams.begin_graph()
@@ -299,14 +290,10 @@ class SlotOffloading:
 
 
 def share_of_host_memory(pool: HostPool, num_slots: int) -> Optional[int]:
-    """Return the host memory that one pass may use for all slots together to stay within a limit.
+    """Return the bytes that one pass may use for all slots together to stay within a limit.
 
-    Args:
-        pool: The pool in whose share all slots are, also those that exist already.
-        num_slots: Number of passes whose activations are offloaded at the same time.
-
-    Returns:
-        Bytes; None for no limit.
+    ``pool`` has all slots in its share, also those that exist already; they offload at the same
+    time. None for no limit.
     """
     if pool.limit_bytes is None:
         return None

@@ -32,12 +32,7 @@ copy. Larger ones are copied faster one by one."""
 
 
 class Static:
-    """A tensor that graphs read.
-
-    Args:
-        like: Gives its shape, dtype, device and first contents.
-        is_constant: Whether it is that tensor itself, since all calls have the same contents.
-    """
+    """A tensor that graphs read, made like another, or that one if all calls have its contents."""
 
     def __init__(self, like: torch.Tensor, is_constant: bool = False) -> None:
         self.is_constant = is_constant
@@ -54,15 +49,12 @@ class StaticInputs:
         self._statics = tuple(statics)
 
     def renew(self, sources: Sequence[torch.Tensor]) -> None:
-        """Copy a call's tensors, except constants; call with autograd off.
+        """Copy a call's tensors, except constants, of the shapes of the inputs; with autograd off.
 
         The same tensor is copied again: NCCL, ``.data`` and other writers outside of autograd
         change its contents without a trace. Small tensors are copied by one operation: packed
         sequences have offsets and masks of a few thousand bytes, and each launch costs as much as
         that of a large copy.
-
-        Args:
-            sources: As many tensors as inputs, of the same shapes, dtypes and device.
         """
         to: list[Any] = []
         words: list[torch.Tensor] = []
@@ -246,14 +238,10 @@ class SlotMemories(tuple[SlotMemory, ...]):
         return sum(not memory.is_free for memory in self)
 
     def take(self, name: str, preferred: int = 0) -> Optional[tuple[int, SlotAllocation]]:
-        """Take a free memory for a micro-batch.
+        """Take a free memory, if possible the preferred one, for a micro-batch.
 
-        Args:
-            name: What the graphs are of, for a warning if no memory is free.
-            preferred: The number of the memory to take if it is free.
-
-        Returns:
-            The number of the memory and its use; None if all are in use.
+        Returns its number and its use; None, with a warning that names the graphs, if all are in
+        use.
         """
         for number in (preferred, *range(len(self))):
             if self[number].is_free:

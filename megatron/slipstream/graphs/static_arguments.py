@@ -37,8 +37,6 @@ class TensorFacts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _TensorIndex:
-    """Replaces a tensor among the other values."""
-
     index: int
 
 
@@ -214,7 +212,6 @@ def _with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _paths(value: Any, name: str) -> Iterator[tuple[int, str]]:
-    """Yield the index and the path of each tensor."""
     if isinstance(value, _TensorIndex):
         yield value.index, name
     elif isinstance(value, _Instance):

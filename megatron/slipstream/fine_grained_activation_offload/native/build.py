@@ -62,13 +62,10 @@ class BuildError(RuntimeError):
 
 
 def load(prepare: Callable[[Any], None] = lambda module: None) -> ModuleType:
-    """Load the native module, compiling it if needed.
-
-    Args:
-        prepare: Called with the module before it is returned; its errors are errors of loading.
+    """Load the native module, compiling it if needed, and call ``prepare`` with it.
 
     Raises:
-        BuildError: It cannot be compiled, or the file cannot be loaded.
+        BuildError: It cannot be compiled, loaded or prepared.
     """
     with _only_build_errors():
         path = _find()
@@ -79,11 +76,7 @@ def load(prepare: Callable[[Any], None] = lambda module: None) -> ModuleType:
 
 
 def compile_into(folder: Path) -> None:
-    """Compile the module for this Python and torch into a copy of this package.
-
-    Raises:
-        BuildError: It cannot be compiled.
-    """
+    """Compile the module for this Python and torch into a copy of this package."""
     with _only_build_errors():
         path = _path_in(folder)
         try:
@@ -93,11 +86,7 @@ def compile_into(folder: Path) -> None:
 
 
 def compiler() -> list[str]:
-    """Return the compiler and its first arguments, such as ``ccache g++``.
-
-    Raises:
-        BuildError: There is none.
-    """
+    """Return the compiler and its first arguments, such as ``ccache g++``, or ``BuildError``."""
     given = os.environ.get("CXX", "").strip() or "c++"
     try:
         program, *arguments = shlex.split(given)
@@ -220,11 +209,7 @@ def _compile_alone(command: list[str], path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(lock: IO[str]) -> Iterator[None]:
-    """Context in which no other process compiles.
-
-    Raises:
-        BuildError: Another does for longer than :data:`MAX_WAIT_S`.
-    """
+    """Context in which no other process compiles; ``BuildError`` after :data:`MAX_WAIT_S`."""
     _wait_for(lock)
     try:
         yield
@@ -254,11 +239,7 @@ def _wait_for(lock: IO[str]) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Run the compiler.
-
-    Raises:
-        BuildError: It cannot be run, fails, is killed, or takes longer than :data:`MAX_COMPILE_S`.
-    """
+    """Run the compiler; ``BuildError`` if it fails or takes longer than :data:`MAX_COMPILE_S`."""
     name = command[0]
     try:
         done = subprocess.run(
@@ -296,11 +277,7 @@ def _signal_name(number: int) -> str:
 
 
 def _seal(made: Path, name: str) -> None:
-    """Append its digest to a file that the compiler has made.
-
-    Raises:
-        BuildError: The compiler has not made all of it.
-    """
+    """Append its digest to a file that the compiler has made, if it has made all of it."""
     contents = made.read_bytes() if made.exists() else b""
     if not _is_whole(contents):
         wrote = f"{len(contents)} bytes that are no shared library" if contents else "no file"
