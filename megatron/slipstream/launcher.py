@@ -25,11 +25,7 @@ _LAUNCHER = {
 
 
 def rank() -> int:
-    """Return this process's rank: from ``torch.distributed`` if initialised, else the launcher's.
-
-    Raises:
-        ValueError: The launcher's variable is not a number.
-    """
+    """Return this process's rank: of ``torch.distributed`` if initialised, else the launcher's."""
     torch = sys.modules.get("torch")  # If torch is not loaded, there is no process group.
     distributed = torch and torch.distributed
     if distributed and distributed.is_available() and distributed.is_initialized():
@@ -38,25 +34,12 @@ def rank() -> int:
 
 
 def num_local_ranks() -> int:
-    """Return the number of ranks that the launcher started on this node; 1 without a launcher.
-
-    Raises:
-        ValueError: The launcher's variable is not a positive number.
-    """
+    """Return the number of ranks that the launcher started on this node; 1 without a launcher."""
     return launcher_number(LOCAL_RANKS_VARIABLE, 1, at_least=1)
 
 
 def launcher_number(variable: str, default: int, at_least: int = 0) -> int:
-    """Read an integer that the launcher sets as an environment variable.
-
-    Args:
-        variable: Its name, such as ``RANK``.
-        default: Value if it is not set.
-        at_least: Smallest valid value.
-
-    Raises:
-        ValueError: The value is not an integer, or is below ``at_least``.
-    """
+    """Return an integer that the launcher sets, such as ``RANK``; ``ValueError`` if it is none."""
     text = os.environ.get(variable, str(default))
     if not text.strip().isdecimal() or int(text) < at_least:
         raise ValueError(
@@ -67,11 +50,7 @@ def launcher_number(variable: str, default: int, at_least: int = 0) -> int:
 
 
 def check_launcher() -> None:
-    """Check the launcher's variables.
-
-    Raises:
-        ValueError: One is not a number, or ``RANK`` is not below ``WORLD_SIZE``.
-    """
+    """Raise ``ValueError`` unless ``RANK`` is a number below ``WORLD_SIZE``, as the others are."""
     for variable in _LAUNCHER:
         launcher_number(variable, 1, at_least=int("SIZE" in variable))
     number, size = launcher_number("RANK", 0), os.environ.get("WORLD_SIZE")
@@ -100,10 +79,8 @@ INTERRUPTED = 130
 def refuse(error: ValueError, is_on_every_rank: bool = True) -> int:
     """Print the user's error on stderr, on one rank per node; return the exit code.
 
-    Args:
-        error: The error.
-        is_on_every_rank: Whether local rank 0 certainly has the error, too. Else other ranks print
-            it, unless their launcher ends them because that rank has exited.
+    If local rank 0 may not have the error, too, other ranks print it, unless their launcher ends
+    them because that rank has exited.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         _print_error(str(error))
@@ -141,8 +118,7 @@ def free_port() -> int:
 def set_launcher_defaults() -> None:
     """Set torchrun's variables for one process, so that ``python pretrain_gpt.py`` just works.
 
-    Raises:
-        ValueError: Some of a launcher's variables are set and others are not.
+    Raises ``ValueError`` if some of a launcher's variables are set and others are not.
     """
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:

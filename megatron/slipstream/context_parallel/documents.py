@@ -45,8 +45,7 @@ SIZE_KEY = "context_parallel_size"
 """int32 ``[1]``: in a sample, the size of the group that its micro-batch belongs to."""
 
 FINGERPRINT_KEY = "fingerprint"
-"""int64 ``[1]``: in a sample, a hash of the group's documents, so equal on all ranks of the group.
-"""
+"""int64 ``[1]`` of a sample: a hash of the group's documents, so equal on all its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +54,6 @@ class GroupPlan(PackingPlan):
 
     ``packs_per_batch`` is the number of micro-batches of a global batch here, and ``limits`` those
     of the largest group, at which documents are cut. Made by :func:`group_plan`.
-
-    Args:
-        ranks: The ranks that share micro-batches.
-        cost_model: The cost by which groups are balanced.
     """
 
     ranks: RankLimits
@@ -89,11 +84,7 @@ def group_plan(
 
 @dataclass(frozen=True)
 class GroupIndex(PackIndex):
-    """The pieces and the slots of each group, by slot.
-
-    Args:
-        sizes: int32 ``[num_groups]``: number of ranks of each group.
-    """
+    """The pieces and the slots of each group, by slot; ``sizes`` is int32 ``[num_groups]``."""
 
     sizes: NDArray[np.int32]
 
@@ -118,11 +109,9 @@ class GroupIndex(PackIndex):
 
     @cached_property
     def _last_slots(self) -> NDArray[np.int64]:
-        """The slot after the last one of each group."""
         return np.cumsum(self.sizes, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Return the number of slots."""
         return int(self._last_slots[-1]) if len(self._last_slots) else 0
 
     def __getitem__(self, slot: int) -> Share:
@@ -157,13 +146,8 @@ def _packs(
 class SharedDocuments(PackedDocuments):
     """One rank's parts of the micro-batches by sample number.
 
-    Args:
-        corpus: The tokens.
-        index: The pieces of each slot.
-        limits: The ranks that share micro-batches.
-        masked_token: See :func:`~megatron.slipstream.packed_sequences.batch.packed_sample`.
-        context_parallel_size: The static size: the number of ranks that request the same sample.
-        context_parallel_rank: This rank's index among them.
+    ``context_parallel_size`` is the static size, the number of ranks that request the same sample,
+    and ``context_parallel_rank`` this rank's index among them.
     """
 
     def __init__(
@@ -197,17 +181,10 @@ def shared_sample(
 ) -> dict[str, torch.Tensor]:
     """Return a rank's part of a group's pack, without the first dimension, which collating adds.
 
-    Args:
-        texts: The tokens of the group's pieces; see
-            :func:`~megatron.slipstream.packed_sequences.batch.packed_sample`.
-        share: The rank's part.
-        limits: Limits of the group's pack.
-        masked_token: As in ``packed_sample``.
-
-    Returns:
-        The tensors of ``packed_sample``, with the rank's tokens (``[tokens_per_rank]``) and the
-        offsets of the undivided sequences (``[max_sequences + 1]``), plus :data:`SIZE_KEY` and
-        :data:`FINGERPRINT_KEY`.
+    These are the tensors of :func:`~megatron.slipstream.packed_sequences.batch.packed_sample` with
+    the rank's tokens (``[tokens_per_rank]``) and the offsets of the undivided sequences
+    (``[max_sequences + 1]``), plus :data:`SIZE_KEY` and :data:`FINGERPRINT_KEY`. ``limits`` are
+    those of the group's pack.
     """
     whole = packed_sample(texts, limits, masked_token)
     sample = dict(whole)

@@ -85,11 +85,7 @@ class RankLimits:
         )
 
     def smallest_for(self, length: int) -> int:
-        """Return the smallest size whose buffer holds a piece of ``length`` tokens.
-
-        Raises:
-            ValueError: No size is large enough.
-        """
+        """Return the smallest size that holds ``length`` tokens; ``ValueError`` if none does."""
         for size in self.sizes:
             # The piece padded to whole parts fits if the piece does: see PackLimits.
             if length <= size * self.tokens_per_rank:
@@ -155,11 +151,7 @@ class CostModel:
 
 
 def rank_limits(args: Any) -> RankLimits:
-    """Return the ranks that share micro-batches, and the limits of each rank's buffer.
-
-    Raises:
-        ValueError: See :class:`~megatron.slipstream.context_parallel.limits.RankLimits`.
-    """
+    """Return the ranks that share micro-batches, and the limits of each rank's buffer."""
     context_parallel_size = args.context_parallel_size
     return RankLimits(
         num_ranks=args.data_parallel_size * context_parallel_size,

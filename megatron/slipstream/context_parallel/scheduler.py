@@ -89,14 +89,9 @@ def batches(
     """Yield the micro-batches of one global batch after another.
 
     Each takes the oldest remaining pieces of the stream that fit. Pieces that do not fit wait at
-    the head of the stream, so the oldest piece is always in the next batch.
-
-    Args:
-        pieces: The stream, no piece longer than the largest group holds. It may be endless.
-        limits: Limits of each micro-batch.
-        cost_model: The cost by which groups are balanced.
-        num_micro_batches: Number of micro-batches per batch.
-        look_ahead: A batch is complete when this many pieces did not fit.
+    the head of the stream, so the oldest piece is always in the next batch; a batch is complete
+    when ``look_ahead`` pieces did not fit. The stream may be endless, and no piece may be longer
+    than the largest group holds.
     """
     stream = _Stream(pieces)
     room = limits.num_ranks * limits.tokens_per_rank * num_micro_batches
@@ -146,8 +141,6 @@ class OpenGroup(Bin):
 
 
 class _Stream:
-    """A stream of pieces with look-ahead."""
-
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self._rest = iter(pieces)
         self._seen: list[Piece] = []
@@ -191,13 +184,9 @@ def _collect(
 ) -> _Collected:
     """Collect the next pieces into groups of the smallest sizes that hold them, by best fit.
 
-    Args:
-        stream: The pieces; the stream is not changed.
-        limits: Limits of each micro-batch.
-        num_micro_batches: Number of micro-batches.
-        look_ahead: Return as soon as this many pieces did not fit.
-        free: Return as soon as at most this many tokens are free.
-        floor: The smallest group size. Larger groups leave less room that no piece fits into.
+    The stream is not changed. It ends as soon as ``look_ahead`` pieces did not fit, or at most
+    ``free`` tokens are free. ``floor`` is the smallest group size: larger groups leave less room
+    that no piece fits into.
     """
     of_size = {size: limits.of(size) for size in limits.sizes if size >= floor}
     open_by_room: dict[int, list[tuple[int, int]]] = {size: [] for size in of_size}

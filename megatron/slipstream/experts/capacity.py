@@ -53,10 +53,9 @@ class LayerCapacity:
 
 
 def check_capacity(layers: Iterable[LayerCapacity]) -> None:
-    """Check and reset the layers' largest row counts. The host waits for the device once.
+    """Check and reset the layers' largest row counts; ``RuntimeError`` if one exceeded its slot.
 
-    Raises:
-        RuntimeError: A layer needed more rows in a slot than it holds.
+    The host waits for the device once.
     """
     layers = [layer for layer in layers if layer.slots is not None]
     if not layers:
@@ -106,23 +105,14 @@ class StepCheck:
             self._is_off = was_off
 
     def at_end_of_step(self, config: Any, hidden: torch.Tensor) -> None:
-        """Request a check at the end of the step; called in each forward pass of a layer.
-
-        Args:
-            config: The model's configuration.
-            hidden: Input of the layer.
-        """
+        """Request a check at the end of the step; called in each forward pass of a layer."""
         if self._is_off or self._at_finalize(config):
             return
         if hidden.requires_grad:
             hidden.register_hook(self._check_after_backward)
 
     def at_end_of_replay(self, config: Any) -> None:
-        """Request a check in backward, after the replay of a graph, in which layers request none.
-
-        Args:
-            config: The model's configuration.
-        """
+        """Request a check in backward, after a replayed forward, in which layers request none."""
         if not self._at_finalize(config):
             self._check_after_backward()
 

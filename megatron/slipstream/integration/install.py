@@ -298,9 +298,7 @@ def report(model: Optional[torch.nn.Module] = None) -> Report:
 def save_trace(path: str) -> None:
     """Write the trace of this rank's last complete iteration, for ``slipstream plan``.
 
-    Raises:
-        RuntimeError: :func:`install` has not been called, or no iteration has been recorded.
-        OSError: The file cannot be written.
+    Raises ``RuntimeError`` if :func:`install` has not been called, or nothing is recorded.
     """
     manager = installed()
     if manager is None or manager.plan is None:

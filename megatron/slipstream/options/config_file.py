@@ -29,11 +29,7 @@ VARIABLE = "SLIPSTREAM_CONFIG"
 
 
 def config_from_environment() -> OffloadConfig:
-    """Return the settings of the file that :data:`VARIABLE` names; the defaults if it is not set.
-
-    Raises:
-        ValueError: The file cannot be read, or contains something that is not a setting.
-    """
+    """Return the settings of the file that :data:`VARIABLE` names; the defaults without it."""
     path = os.environ.get(VARIABLE)
     return load_config(path) if path else OffloadConfig()
 
@@ -49,9 +45,7 @@ def log_settings(config: OffloadConfig) -> None:
 def load_config(path: str | Path) -> OffloadConfig:
     """Read a settings file.
 
-    Raises:
-        ValueError: The file cannot be read, is not a mapping, or has an invalid key or value. The
-            message names the file and the key.
+    Raises ``ValueError``, which names file and key, if a key or a value is invalid.
     """
     hints = get_type_hints(OffloadConfig)
     values = _read(path)

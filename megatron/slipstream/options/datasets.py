@@ -46,14 +46,10 @@ TOKEN_OUTSIDE_VOCABULARY = Rule(
 
 
 def check_dataset(prefix: str, vocab_size: Optional[int] = None) -> list[Finding]:
-    """Check a tokenised dataset ``<prefix>.bin`` and ``<prefix>.idx``.
+    """Check a tokenised dataset ``<prefix>.bin`` and ``<prefix>.idx``, and tokens by their limit.
 
     Reads the index's header, its last sequence, and the first 64 MiB of tokens. Prefixes in object
     storage ('s3://...') are not checked.
-
-    Args:
-        prefix: Path without '.bin' or '.idx'.
-        vocab_size: Tokens must be below it; not checked if None.
     """
     if "://" in prefix:
         return []
@@ -116,11 +112,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def read_tokenizer(path: Path) -> tuple[int, int]:
-    """Return the number of tokens and the end-of-document token's id from a tokenizer file.
-
-    Raises:
-        ValueError: The file does not exist or is not one of ours.
-    """
+    """Return the number of tokens and the end-of-document token of a tokenizer file of ours."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         vocabulary: dict[str, int] = dict(content["model"]["vocab"])

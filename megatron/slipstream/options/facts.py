@@ -95,13 +95,9 @@ class Facts:
     """Options as attributes, built once from parsed arguments, a configuration, or both.
 
     An option has the name of its flag or of its field in ``TransformerConfig``, whichever the
-    source has; members of enums are their names. An option that the source lacks has its value in
-    :data:`DEFAULTS`, else None. A name that is not in :data:`NAMES` is an ``AttributeError``, so
-    that a rule with a misspelt name fails instead of never speaking.
-
-    Args:
-        sources: Objects with options as attributes, or mappings; later ones win.
-        more: Options beside them.
+    source has; members of enums are their names. Later sources, objects or mappings, win. An option
+    that none has is as in :data:`DEFAULTS`, else None. A name that is not in :data:`NAMES` is an
+    ``AttributeError``, so that a rule with a misspelt name fails instead of never speaking.
     """
 
     def __init__(self, *sources: object, **more: Any) -> None:

@@ -191,11 +191,7 @@ AUTO_OVERHEAD_PERCENT = 1.0
 def number_or_auto[N: (int, float)](
     number: type[N], name: str
 ) -> Callable[[str], Union[N, Literal["auto"]]]:
-    """Return a parser for the command line of a number, with its name in the error, or 'auto'.
-
-    Raises:
-        argparse.ArgumentTypeError: From the parser; the text is neither.
-    """
+    """Return a command line's parser of a number, by its name in the error, or 'auto'."""
 
     def parse(text: str) -> Union[N, Literal["auto"]]:
         try:

@@ -15,14 +15,7 @@ HOST_MEMORY_SHARE = 0.8
 
 
 def default_host_memory_limit_bytes(root: Path = Path("/")) -> Optional[int]:
-    """Return this process's share of the node's available memory, in bytes; None if unknown.
-
-    Args:
-        root: Folder that contains /proc and /sys.
-
-    Raises:
-        ValueError: The launcher's number of processes on this node is invalid.
-    """
+    """Return this process's share of the node's available memory, in bytes; None if unknown."""
     available = available_memory_bytes(root)
     if available is None:
         return None
@@ -39,10 +32,7 @@ def available_memory_bytes(root: Path = Path("/")) -> Optional[int]:
 
     It is the minimum of the kernel's estimate for the machine and the remainder of each control
     group's limit (a container's). File caches that a group can drop do not count as used, as in the
-    kernel's estimate.
-
-    Args:
-        root: Folder that contains /proc and /sys.
+    kernel's estimate. ``root`` contains /proc and /sys.
     """
     found = [*_left_in_control_groups(root)]
     for line in read_lines(root / "proc/meminfo"):
@@ -62,10 +52,7 @@ _CONTROLLERS = {
 
 
 def _left_in_control_groups(root: Path) -> Iterator[int]:
-    """Yield the bytes left of each memory limit that applies to this process.
-
-    They are unused, or used for file caches that can be dropped.
-    """
+    """Yield what is left of this process's memory limits in bytes, with caches to drop."""
     for line in read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

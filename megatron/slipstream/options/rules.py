@@ -105,7 +105,6 @@ class Condition(NamedTuple):
     def __call__(
         self, option: str, because: str, cure: str = "leave it out", accepts: Accepted = None
     ) -> Rule:
-        """Return the rule of one option."""
         if accepts is None:
             requires: Predicate = lambda facts: not getattr(facts, option)  # noqa: E731
         else:
@@ -114,12 +113,10 @@ class Condition(NamedTuple):
         return option_rule(option, self.when, requires, message, cure)
 
     def rows(self, table: str, **accepts: Predicate) -> tuple[Rule, ...]:
-        """Return the rules of a table in text, in its order.
+        """Return the rules of a table in text, in its order, with the values that each accepts.
 
-        Args:
-            table: A row is 'option: because; cure' and goes on in indented lines. It may name
-                several options, and 'option in a, b' the values that are supported.
-            accepts: Whether an option's value is supported, by option.
+        A row is 'option: because; cure' and goes on in indented lines. It may name several options,
+        and 'option in a, b' the values that are supported.
         """
         rules = []
         for row in rows_of(table):

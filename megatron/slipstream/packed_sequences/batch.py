@@ -65,9 +65,7 @@ Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 def static_layout(limits: PackLimits, context_parallel_size: int = 1) -> Layout:
     """Return shape and dtype of every tensor of a micro-batch on one rank; see the note above.
 
-    Args:
-        limits: Limits of each pack. ``max_tokens`` counts the tokens of all context-parallel ranks.
-        context_parallel_size: Number of ranks that divide the tokens.
+    ``limits.max_tokens`` counts the tokens of all context-parallel ranks.
     """
     num_tokens = limits.max_tokens // context_parallel_size
     return {
@@ -81,15 +79,9 @@ def packed_sample(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of one pack without the first dimension, which collating adds.
 
-    Args:
-        texts: For each piece, its tokens and the next one, which is the last label: integers
-            ``[length + 1]``. An empty sequence gives a micro-batch of padding.
-        limits: Limits of the pack.
-        masked_token: Labels after this token do not count (megatron's ``eod_mask_loss``); None
-            masks no label.
-
-    Raises:
-        ValueError: The pieces exceed the limits.
+    A text has the tokens of a piece and the next one, which is the last label: integers ``[length +
+    1]``. No texts give a micro-batch of padding. Labels after ``masked_token`` do not count
+    (megatron's ``eod_mask_loss``). Raises ``ValueError`` if the pieces exceed the limits.
     """
     lengths = [len(text) - 1 for text in texts]
     footprints = [limits.footprint(length) for length in lengths]
@@ -139,16 +131,9 @@ def context_parallel_positions(
     r-th from the start and the r-th from the end: with causal attention all ranks have equal work.
     Transformer Engine's attention and rotary embeddings expect packed sequences in this order.
 
-    Args:
-        cu_seqlens_padded: Integers ``[N + 1]`` on the CPU.
-        context_parallel_size: Number of ranks.
-        context_parallel_rank: The rank, from 0.
-
-    Returns:
-        int64 ``[T / context_parallel_size]``.
-
-    Raises:
-        ValueError: A sequence cannot be cut into so many equal parts.
+    The offsets are integers ``[N + 1]`` on the CPU; the result is int64 ``[T /
+    context_parallel_size]``. Raises ``ValueError`` if a sequence cannot be cut into so many equal
+    parts.
     """
     num_parts = 2 * context_parallel_size
     begins = cu_seqlens_padded[:-1].long()
@@ -175,12 +160,8 @@ def for_context_parallel_rank(
 ) -> dict[str, torch.Tensor]:
     """Return a rank's part of a CPU micro-batch: its tokens, and the offsets of the whole buffer.
 
-    Attention takes the offsets of the undivided sequences and divides them itself.
-
-    Args:
-        batch: Tensors as :func:`static_layout` describes them for one rank.
-        context_parallel_size: Number of ranks.
-        context_parallel_rank: The rank, from 0.
+    Attention takes the offsets of the undivided sequences and divides them itself. Tensors are as
+    :func:`static_layout` describes them for one rank.
     """
     if context_parallel_size == 1:
         return dict(batch)

@@ -103,12 +103,8 @@ def document_stream(
 
     The model reads n - 1 tokens of a document of n tokens: the last one is only a label, since
     attention does not cross documents. A document of fewer than 2 tokens gives no piece.
-
-    Args:
-        lengths: Number of tokens of every document of the corpus.
-        documents: Indices of the documents to use.
-        plan: Provides the seed and the limits.
-        num_epochs: Number of epochs; None means endless.
+    ``lengths`` has all documents of the corpus, ``documents`` the indices of those to use; None
+    epochs are endless.
     """
     epochs = itertools.count() if num_epochs is None else range(num_epochs)
     for epoch in epochs:
@@ -126,11 +122,7 @@ def training_stream(
     plan: PackingPlan,
     is_endless: bool,
 ) -> Iterator[Piece]:
-    """Return :func:`document_stream` of one epoch, or of epochs without end.
-
-    Raises:
-        ValueError: There is nothing to train on.
-    """
+    """Return :func:`document_stream` of one epoch or without end, or raise ``ValueError``."""
     if not bool((lengths[documents] > 1).any()):
         raise ValueError(
             f"none of the {len(documents)} documents has two tokens or more, so there is nothing "
@@ -153,12 +145,7 @@ class PackIndex:
 
     @classmethod
     def of(cls, packs: Iterable[Pack], **others: Any) -> Self:
-        """Build the index of samples that hold these packs.
-
-        Args:
-            packs: The packs in order.
-            others: Functions that return the other arrays, called last.
-        """
+        """Build the index of samples that hold these packs; ``others`` return its other arrays."""
         # Arrays that grow in place: lists of tuples would need ten times the memory.
         pieces, ends = array("i"), array("q")
         for pack in packs:
@@ -177,18 +164,10 @@ class PackIndex:
         num_samples: Optional[int] = None,
         what: str = "packing documents",
     ) -> Self:
-        """Pack until there are enough samples.
+        """Pack until there are enough samples; for arguments see :func:`document_stream`.
 
-        Args:
-            lengths: As for :func:`document_stream`.
-            documents: As for :func:`document_stream`.
-            plan: Packing, limits and seed.
-            num_samples: Number of samples; None packs one epoch, whose last samples may be nearly
-                empty.
-            what: Text shown with the progress.
-
-        Raises:
-            ValueError: There is nothing to train on.
+        Without a number, one epoch is packed, whose last samples may be nearly empty. ``what`` is
+        shown with the progress. Raises ``ValueError`` if there is nothing to train on.
         """
         stream = training_stream(lengths, documents, plan, num_samples is not None)
         packs = itertools.islice(plan.packs(stream), num_samples)

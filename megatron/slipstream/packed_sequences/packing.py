@@ -105,13 +105,9 @@ def greedy(
     """Yield packs in the order of the stream, each filled as far as the next pieces allow.
 
     A pack begins with the oldest remaining piece. Then it repeatedly takes the oldest of the next
-    ``look_ahead`` pieces that still fits. So a piece overtakes at most ``look_ahead - 1`` others,
-    and is taken at the latest when it is the oldest.
-
-    Args:
-        pieces: The stream, no piece longer than ``limits.max_tokens``. It may be endless.
-        limits: Limits of each pack.
-        look_ahead: Number of pieces to choose from; 1 keeps the order of the stream exactly.
+    ``look_ahead`` pieces that still fits (1 keeps the order of the stream exactly). So a piece
+    overtakes at most ``look_ahead - 1`` others, and is taken at the latest when it is the oldest.
+    The stream may be endless, and no piece may be longer than ``limits.max_tokens``.
     """
     stream = iter(pieces)
     ahead = deque(itertools.islice(stream, look_ahead))
@@ -141,19 +137,11 @@ def balanced(
 ) -> Iterator[Pack]:
     """Yield packs whose attention costs about the same within a global batch.
 
-    Every ``packs_per_batch`` consecutive packs hold the pieces that :func:`greedy` puts into as
-    many, so no piece is delayed by more than a batch. Their most expensive pack never costs more
-    than greedy's; a single piece that costs more than the mean cannot be balanced. The order of the
-    packs balances the remaining differences: concurrent ranks get packs of nearly the same cost,
-    and about the same cost in total.
-
-    Args:
-        pieces: As for :func:`greedy`.
-        limits: Limits of each pack.
-        packs_per_batch: Number of micro-batches of all data-parallel ranks in one iteration.
-        num_ranks: Number of data-parallel ranks. Rank r gets every ``num_ranks``-th pack from the
-            r-th.
-        look_ahead: As for :func:`greedy`.
+    Every ``packs_per_batch`` consecutive packs, for all ``num_ranks`` data-parallel ranks in turn,
+    hold the pieces that :func:`greedy` puts into as many, so no piece is delayed by more than a
+    batch. Their most expensive pack never costs more than greedy's; a single piece that costs more
+    than the mean cannot be balanced. The order of the packs balances the remaining differences:
+    concurrent ranks get packs of nearly the same cost, and about the same cost in total.
     """
     packs = greedy(pieces, limits, look_ahead)
     while batch := list(itertools.islice(packs, packs_per_batch)):
@@ -314,12 +302,7 @@ _TOKENS_PER_SEQUENCE = 64
 
 
 def pack_limits(args: Any) -> PackLimits:
-    """Return the limits of a micro-batch, over all context-parallel ranks together.
-
-    Raises:
-        ValueError: There is no ``seq_length``, or see
-            :class:`~megatron.slipstream.packed_sequences.packing.PackLimits`.
-    """
+    """Return the limits of a micro-batch, over all context-parallel ranks together."""
     if args.seq_length is None:
         raise ValueError(
             "seq_length=None is not supported with sequence_packing because it is the size of the "

@@ -28,8 +28,6 @@ _Kind = tuple[torch.dtype, int, int]
 
 
 class _Slot(NamedTuple):
-    """Pinned memory, as host and device tensors."""
-
     host: torch.Tensor
     device: torch.Tensor
 
@@ -46,10 +44,8 @@ class D2HByKernel:
     def __call__(self, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         """Return a copy of a GPU tensor in host memory, valid once the current stream reaches it.
 
-        Args:
-            tensor: Any object; all but small integer GPU tensors are left to megatron-core.
-            as_numpy: Return a numpy array.
-            record_stream: Keep the tensor's memory until the current stream reaches the copy.
+        All but small integer GPU tensors are left to megatron-core. ``record_stream`` keeps the
+        tensor's memory until the current stream reaches the copy.
         """
         if not (
             torch.is_tensor(tensor)

@@ -31,13 +31,8 @@ def indices_to_multihot(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a multi-hot map and its probabilities, without blocking the host.
 
-    Args:
-        indices: int ``[num_tokens, topk]``, local experts; -1 means none.
-        probs: float ``[num_tokens, topk]``.
-        num_local_experts: Columns of the results.
-
-    Returns:
-        bool and float32 ``[num_tokens, num_local_experts]``. Gradients flow into ``probs``.
+    ``indices`` (int ``[num_tokens, topk]``) are local experts, -1 means none. The results are bool
+    and float32 ``[num_tokens, num_local_experts]``. Gradients flow into ``probs``.
     """
     # Masked entries go to an extra column, which is dropped.
     column = torch.where(indices < 0, num_local_experts, indices).long()

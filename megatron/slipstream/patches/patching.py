@@ -77,12 +77,7 @@ class Patch:
         return self.condition() and not (self.unless and _exists(self.unless))
 
     def check(self) -> tuple[Any, str]:
-        """Return the owner of the target and its attribute name.
-
-        Raises:
-            RuntimeError: The target does not exist, takes other parameters, or has other
-                attributes.
-        """
+        """Return the target's owner and attribute; ``RuntimeError`` if it is not as expected."""
         owner, name = resolve(self.target, self.reason)
         if self in _applied:
             return owner, name
@@ -143,14 +138,10 @@ def apply(patches: Iterable[Patch], user: Hashable) -> None:
 
 
 def apply_all(wanted: Mapping[Hashable, Iterable[Patch]]) -> None:
-    """Apply the patches that the installed packages need. Idempotent.
+    """Apply the patches that the installed packages need, by user. Idempotent.
 
-    Args:
-        wanted: Patches by user. A patch stays until all its users have called :func:`undo`. All
-            are resolved before the first is applied.
-
-    Raises:
-        RuntimeError: A target does not exist, or is not as its patch expects; nothing is changed.
+    A patch stays until all its users have called :func:`undo`. All are resolved before the first is
+    applied. Raises ``RuntimeError``, and changes nothing, if a target is not as its patch expects.
     """
     needed = {user: [p for p in patches if p.is_needed()] for user, patches in wanted.items()}
     each = dict.fromkeys(patch for patches in needed.values() for patch in patches)

@@ -284,11 +284,7 @@ TABLE: dict[Feature, tuple[Patch, ...]] = {
 
 
 def apply(*features: Feature) -> None:
-    """Apply the patches of features. Idempotent.
-
-    Raises:
-        RuntimeError: A target has moved; nothing is changed.
-    """
+    """Apply the patches of features; ``RuntimeError`` if a target has moved. Idempotent."""
     patching.apply_all({feature: TABLE[feature] for feature in features})
 
 

@@ -135,8 +135,6 @@ def record_in_range(
 
 
 class _Heard(io.TextIOBase):
-    """Passes text on, and remembers the last line."""
-
     def __init__(self, target: TextIO) -> None:
         self._target = target
         self.last_line = ""

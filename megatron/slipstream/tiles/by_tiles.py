@@ -60,7 +60,7 @@ def run_by_tiles(
     around: Callable[..., Any] = lambda apply: apply,
     needs: Optional[Needs] = None,
 ) -> torch.Tensor:
-    """Run a function tile by tile: [Note: A tile is computed again].
+    """Run a function of rows tile by tile: [Note: A tile is computed again].
 
     Args:
         run: :attr:`Work.run`.
@@ -70,9 +70,6 @@ def run_by_tiles(
         around: Wraps the call that saves the inputs.
         needs: Of ``parameters``, so that no tile adds zeros to a gradient; None: all rows depend on
             all of them.
-
-    Returns:
-        The rows of all tiles, ``[rows, ...]``.
     """
     is_trained = [parameter.requires_grad for parameter in parameters]
     trained = list(itertools.compress(parameters, is_trained))

@@ -74,12 +74,8 @@ class PlainGroupedLinear(torch.nn.Module):
     ) -> tuple[torch.Tensor, Optional[list[torch.Tensor]]]:
         """Apply each expert to its tokens.
 
-        Args:
-            tokens: ``[num_tokens, in_features]``, sorted by expert.
-            tokens_per_expert: Number of consecutive rows for each expert.
-
-        Returns:
-            ``[num_tokens, out_features]``, and the biases if the caller adds them.
+        ``tokens`` ``[num_tokens, in_features]`` are sorted by expert. Returns ``[num_tokens,
+        out_features]``, and the biases if the caller adds them.
         """
         runs = tokens.split(list(tokens_per_expert))
         outputs = [
@@ -132,17 +128,9 @@ class LatentCoreAttention(DotProductAttention):
     ) -> torch.Tensor:
         """Compute causal attention within each packed sequence; megatron-core's without packing.
 
-        Args:
-            query: ``[s, b, heads, head size]``; packed ``[t, heads, head size]``.
-            key: As ``query``, with ``groups`` instead of ``heads``.
-            value: As ``key``.
-            attention_mask: Ignored with packed sequences.
-            arguments: Passed on.
-            packed_seq_params: Starts and lengths of the sequences.
-            options: Passed on.
-
-        Returns:
-            ``[s, b, hidden size]``; packed ``[t, hidden size]``, 0 for tokens in no sequence.
+        ``query``, ``key`` and ``value`` are ``[s, b, heads, head size]``, packed ``[t, heads, head
+        size]``, the last two with query groups in place of heads. Returns ``[s, b, hidden size]``;
+        packed ``[t, hidden size]``, 0 for tokens in no sequence.
         """
         # From the values: multi-latent attention gives those of packed sequences more channels.
         hidden_size = self.num_attention_heads_per_partition * value.shape[-1]

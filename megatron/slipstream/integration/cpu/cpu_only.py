@@ -65,12 +65,10 @@ class _InertEvent(torch.cpu.Event):
 
 
 def _returns(value: Any) -> Callable[[Any], Any]:
-    """Return a patch whose function ignores its arguments and returns ``value``."""
     return lambda original: lambda *_, **__: value
 
 
 def _becomes(value: Any) -> Callable[[Any], Any]:
-    """Return a patch that replaces a symbol with ``value`` itself."""
     return lambda original: value
 
 
@@ -250,15 +248,10 @@ _HELPERS = Patch(
 
 
 def install_cpu_shims() -> bool:
-    """Make megatron-core usable without a GPU; call before building a model.
+    """Make megatron-core usable without a GPU, before models are built; return whether it is.
 
-    Idempotent. Does nothing on a machine with a GPU.
-
-    Returns:
-        Whether this process now runs on the shims.
-
-    Raises:
-        RuntimeError: megatron-core lacks a symbol that must be replaced.
+    Idempotent. Does nothing on a machine with a GPU. Raises ``RuntimeError`` if megatron-core lacks
+    a symbol that must be replaced.
     """
     if torch.cuda.is_available():
         return False

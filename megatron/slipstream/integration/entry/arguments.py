@@ -98,8 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add only the engine's flags: an ``extra_args_provider`` for other scripts.
 
-    Raises:
-        ValueError: The settings file, which sets the flags' defaults, cannot be used.
+    Raises ``ValueError`` if the settings file, which sets their defaults, cannot be used.
     """
     _add_group(parser, *GROUPS[0])
     return parser
@@ -121,13 +120,9 @@ def _add_group(parser: argparse.ArgumentParser, options: type, title: str) -> No
 
 
 def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
-    """Return megatron's arguments with our fields, unchecked.
+    """Return megatron's arguments with our fields, unchecked, from flags and their defaults.
 
     The CPU shims must be in place; see :func:`cpu_only.install_training_shims`.
-
-    Args:
-        argv: Flags without the program's name.
-        defaults: Flags that apply if ``argv`` does not set them.
 
     Raises:
         ValueError: A flag is unknown, has an invalid value, or cannot be used with this parser.

@@ -59,8 +59,7 @@ from megatron.slipstream.options.training import (
 def parse_and_validate(argv: Sequence[str]) -> Any:
     """Parse arguments, check them, validate them with megatron, and set them as global.
 
-    Raises:
-        ValueError: The first error, naming option, value and remedy.
+    Raises ``ValueError`` with the first error, which names option, value and remedy.
     """
     # A broken Transformer Engine breaks the import of megatron-core; report it first.
     facts = preflight.collect()
@@ -102,13 +101,10 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
 
 
 def validate(args: Any) -> None:
-    """Run megatron's own validation, which completes the arguments, in every release.
+    """Run megatron's own validation, which completes the arguments, or raises ``ValueError``.
 
     With offloading, megatron requires Transformer Engine. Nothing needs it without a GPU, so the
     flag is then off during the check.
-
-    Raises:
-        ValueError: Megatron refuses the arguments.
     """
     from megatron.training.arguments import validate_args
 
@@ -151,12 +147,8 @@ class Checked(NamedTuple):
 def check_flags(flags: Sequence[str], num_processes: Optional[int] = None) -> Checked:
     """Parse flags with megatron's own parser and ours, and run every check on them.
 
-    Without a GPU, installs the training shims for the rest of the process.
-
-    Args:
-        flags: Flags of the training script.
-        num_processes: Number of training processes; None for the number that this process's
-            launcher sets, or else the minimum for the model parallelism.
+    Without a GPU, installs the training shims for the rest of the process. ``num_processes`` is by
+    default what this process's launcher sets, or else the minimum for the model parallelism.
     """
     num_processes = num_processes or launcher_number("WORLD_SIZE", 0)
     with as_in_training():
@@ -302,11 +294,7 @@ def _check_data(args: Any) -> list[rules.Finding]:
 
 
 def dataset_prefixes(args: Any) -> list[list[str]]:
-    """Return the path prefixes of the datasets that each split blends, without their weights.
-
-    Raises:
-        ValueError: Neither data nor mock data was requested, or the list of paths is unreadable.
-    """
+    """Return the path prefixes of the datasets that each split blends, without their weights."""
     from megatron.training.utils import get_blend_and_blend_per_split
 
     if args.mock_data:

@@ -43,18 +43,17 @@ def configured_by_flags(
     num_micro_batches: Optional[int] = None,
     state_gib: Optional[float] = None,
 ) -> Configured:
-    """Return the training setup that megatron's flags describe.
+    """Return the training setup that megatron's flags describe; others than of sizes are ignored.
 
     Without a GPU, the CPU shims stay in place afterwards.
 
     Args:
-        flags: Flags of the training script; those without effect on sizes are ignored.
-        num_processes: Number of processes of the training; None for the minimum of its model
-            parallelism.
+        flags: Flags of the training script.
+        num_processes: By default the minimum of the model parallelism.
         num_micro_batches: Number of micro-batches to plan; None for those of an iteration, or
             fewer if they suffice to show its steady state.
-        state_gib: Weights, gradients and optimizer of a rank as the user gives them; None derives
-            them from the parameters, for which some options are refused.
+        state_gib: Weights, gradients and optimizer of a rank; None derives them from the
+            parameters, for which some options are refused.
 
     Raises:
         ValueError: Training would refuse the flags on any machine, or they cannot be planned.
@@ -95,10 +94,7 @@ def _config(args: Any) -> Any:
 def _as_with_transformer_engine(args: Any) -> Iterator[dict[str, Any]]:
     """Let megatron validate for a machine with Transformer Engine, installed here or not.
 
-    Without it, megatron refuses fp8 and some kernels. Those kernels are turned off.
-
-    Yields:
-        The values of what was turned off.
+    Without it, megatron refuses fp8 and some kernels. Those are turned off; yields their values.
     """
     if preflight.is_installed("transformer_engine"):
         yield {}
@@ -336,10 +332,8 @@ def _optimizer(args: Any) -> Optimizer:
 def shape_of_config(config: Any, pattern: Optional[str], **training: Any) -> ModelShape:
     """Return the shape of the model that a ``TransformerConfig`` describes.
 
-    Args:
-        config: The configuration.
-        pattern: The ``hybrid_layer_pattern`` of a hybrid model; None for a GPT model.
-        training: Fields of :class:`ModelShape` that ``config`` lacks, or that override its values.
+    ``pattern`` is the ``hybrid_layer_pattern`` of a hybrid model; ``training`` has fields of
+    :class:`ModelShape` that the configuration lacks, or that override its values.
     """
     counts = () if "|" in (pattern or "") else _layers_per_chunk(config)
     if pattern is None:

@@ -74,11 +74,7 @@ class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
         return self
 
     def keep(self) -> None:
-        """Open the file; write the buffered text first.
-
-        Raises:
-            ValueError: The file that the user named cannot be opened.
-        """
+        """Open the file, or raise ``ValueError``; write the buffered text first."""
         if self._given == SHOWN:
             return
         try:

@@ -50,14 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Parse, check, train, report.
-
-    Args:
-        argv: Flags without the program's name; the process's own if None.
-
-    Returns:
-        The exit code: 0, 2 for a user error (one line on stderr), or 130 after Ctrl-C.
-    """
+    """Parse, check, train, report; return 0, 2 for a user error, or 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     log_to_stderr()
     keep_warnings()
@@ -205,7 +198,6 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
 
 @contextlib.contextmanager
 def _writing_at_end(files: RunFiles, monitor: Monitor) -> Iterator[None]:
-    """Write the files of training when it ends, unless a checkpoint is refused."""
     try:
         yield
     except SystemExit as end:
@@ -241,6 +233,5 @@ def _evaluation_length(args: Any) -> int:
 
 
 def _bytes_offloaded(report: RankReport) -> int:
-    """Return the bytes that a rank offloaded in its last complete iteration."""
     outside = 0 if report.is_left_out else report.d2h_bytes
     return outside + sum(item.d2h_bytes for item in report.graphs.values())

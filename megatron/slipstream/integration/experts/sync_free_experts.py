@@ -111,12 +111,8 @@ class SyncFreeGroupedLinear(torch.nn.Module):
     def forward(self, tokens: torch.Tensor, rows: RowsOfExperts, /) -> tuple[torch.Tensor, None]:
         """Apply each expert to its rows.
 
-        Args:
-            tokens: ``[num_rows, in_features]``, sorted by expert.
-            rows: Rows of each expert.
-
-        Returns:
-            ``[num_rows, out_features]``, and no bias.
+        ``tokens`` ``[num_rows, in_features]`` are sorted by expert. Returns ``[num_rows,
+        out_features]``, and no bias.
         """
         take_gradient = self._accumulate if self._fuses_accumulation else None
         return grouped_linear(tokens, self.weight, rows.offsets, take_gradient), None
@@ -144,11 +140,7 @@ class SyncFreeGroupedLinear(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: Optional[dict[str, Any]] = None,
     ) -> dict[str, Any]:
-        """Return a shard for each expert, named as by ``SequentialMLP`` and ``TEGroupedMLP``.
-
-        Raises:
-            ValueError: Each shard must have its own name (``singleton_local_shards``).
-        """
+        """Return a shard for each expert, named as by ``SequentialMLP`` and ``TEGroupedMLP``."""
         if (metadata or {}).get("singleton_local_shards"):
             raise ValueError(
                 "singleton_local_shards=True is not supported with moe_sync_free_experts because "
@@ -230,13 +222,10 @@ class SyncFreeGroupedMLP(TEGroupedMLP):
         tokens_per_expert: torch.Tensor,
         *rest: Any,
     ) -> Any:
-        """Apply the experts.
+        """Apply the experts to ``[num_rows, hidden_size]``, sorted by expert.
 
-        Args:
-            permuted_local_hidden_states: ``[num_rows, hidden_size]``, sorted by expert.
-            tokens_per_expert: int64 ``[num_local_experts]`` on the device. Rows beyond their sum
-                are unused.
-            rest: The rows' probabilities, float ``[num_rows]``.
+        ``tokens_per_expert`` is int64 ``[num_local_experts]`` on the device; rows beyond their sum
+        are unused. ``rest`` has the rows' probabilities, float ``[num_rows]``.
         """
         rows = RowsOfExperts(tokens_per_expert.cumsum(0, dtype=torch.int32))
         return super().forward(permuted_local_hidden_states, rows, *rest)
@@ -269,13 +258,9 @@ class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
         return tokens_per_expert
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Compute the destination of each row.
+        """Compute the destination of each row, from bool ``[num_tokens, num_experts]``.
 
-        Args:
-            routing_map: bool ``[num_tokens, num_experts]``.
-
-        Returns:
-            int64 ``[num_local_experts]``: the number of rows for each local expert.
+        Returns int64 ``[num_local_experts]``: the number of rows for each local expert.
         """
         self.num_out_tokens = routing_map.shape[0] * self.config.moe_router_topk
         counts = routing_map.sum(0)
@@ -324,11 +309,7 @@ class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 def check_experts(config: Any, capacity_factor: Optional[float]) -> None:
-    """Check what sync-free experts need before a layer is built.
-
-    Raises:
-        ValueError: The configuration or the GPU does not support them.
-    """
+    """Raise ``ValueError`` if sync-free experts do not support the configuration or the GPU."""
     has_gpu = torch.cuda.is_available()
     own: dict[str, Any] = {
         "moe_sync_free_experts": True,
@@ -353,11 +334,7 @@ def use_sync_free_dispatch(
 
 
 class SyncFreeExpertsLayer(MoELayer):
-    """A ``MoELayer`` that does not block the host.
-
-    Raises:
-        ValueError: The configuration or the GPU does not support it.
-    """
+    """A ``MoELayer`` that does not block the host, unless configuration or GPU are refused."""
 
     capacity_factor: Optional[float] = None
     """See :func:`with_sync_free_experts`."""

@@ -27,11 +27,7 @@ logger = logging.getLogger(__name__)
 def load(config: Optional[OffloadConfig] = None) -> None:
     """Prepare the engine: it is installed when a model with offloading is first called.
 
-    Args:
-        config: As for :func:`install`.
-
-    Raises:
-        ValueError: The settings file cannot be used.
+    ``config`` is as for :func:`install`; a settings file that cannot be used is a ``ValueError``.
     """
     log_to_stderr()
     effective = config or config_from_environment()  # Raises now if it is invalid.

@@ -15,11 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def get_ready() -> None:
-    """Prepare the engine, for frameworks that call a function instead of importing a module.
-
-    Raises:
-        ValueError: The settings file cannot be used.
-    """
+    """Prepare the engine, for frameworks that call a function instead of importing a module."""
     try:
         from megatron.slipstream.integration.frameworks.loading import load
     # An incomplete Transformer Engine, which megatron-core imports, raises various exceptions.

@@ -111,11 +111,7 @@ def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> None:
 
 
 def revalidate(config: Any) -> None:
-    """Run a configuration's rules again after its fields have been changed.
-
-    Raises:
-        ValueError: A rule is violated.
-    """
+    """Run a configuration's rules again, or raise ``ValueError``, after its fields have changed."""
     require(check_model_options(Facts(DEFAULTS, _facts_of(config))))
     if own_modules(config):
         from megatron.slipstream.patches import table
@@ -145,7 +141,6 @@ def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _known(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return the options that the installed megatron-core has."""
     if config is None:
         return dict(given)
     fields = {field.name for field in dataclasses.fields(config)}

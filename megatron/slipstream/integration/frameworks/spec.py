@@ -40,13 +40,7 @@ class DefaultLayerSpec(TransformerBlockSubmodules):
     def __call__(
         self, first: Any, config: Any = None, vp_stage: Optional[int] = None, **_: Any
     ) -> Any:
-        """Return the spec.
-
-        Args:
-            first: A model configuration of ``megatron.training``, or megatron's arguments.
-            config: The ``TransformerConfig`` if ``first`` is megatron's arguments.
-            vp_stage: The virtual pipeline stage; None if there is only one.
-        """
+        """Return the spec for a model configuration, or for megatron's arguments and ``config``."""
         if config is not None:
             spec, transformer = compat.gpt_block_spec(first, config, vp_stage), config
         else:

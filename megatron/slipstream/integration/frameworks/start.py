@@ -55,10 +55,9 @@ class _Finder:
 
 
 def start(value: str) -> None:
-    """Prepare the engine when megatron-core is imported, if ``value`` is '1'.
+    """Prepare the engine when megatron-core is imported, if ``value`` is '1' rather than '0'.
 
-    Raises:
-        ValueError: It is neither '1' nor '0'. Python prints it for a ``.pth`` file, and goes on.
+    Anything else is a ``ValueError``. Python prints it for a ``.pth`` file, and goes on.
     """
     if value not in ("0", "1"):
         raise ValueError(f"{VARIABLE}={value} is neither 1 nor 0; set 1, or leave it out")

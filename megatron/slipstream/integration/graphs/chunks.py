@@ -285,7 +285,6 @@ def _run(
     hidden: torch.Tensor,
     **arguments: Any,
 ) -> torch.Tensor:
-    """Run the block's own forward pass."""
     if block.pre_process:
         return forward(hidden, **arguments)
     arrived = block.input_tensor
@@ -300,10 +299,7 @@ def _offloading(wrapper: Any, num_slots: int, name: str) -> Optional[ChunkOffloa
     """Create offloading inside a chunk's graphs, if its model's configuration enables it.
 
     Each of the ``num_slots`` slots of this rank's chunks has its own host memory. The engine
-    reports what it offloads under ``name``.
-
-    Raises:
-        ValueError: Megatron-core's engine is selected.
+    reports what it offloads under ``name``. Megatron-core's engine is a ``ValueError``.
     """
     config = get_attr_wrapped_model(wrapper, "config")
     if not config.fine_grained_activation_offloading:
@@ -346,8 +342,6 @@ def _offloading(wrapper: Any, num_slots: int, name: str) -> Optional[ChunkOffloa
 
 
 class _DataParallel:
-    """Does the work of the data-parallel wrapper's hooks for modules that run in graphs."""
-
     def __init__(self, wrapper: Any, block: torch.nn.Module) -> None:
         self._wrapper = wrapper
         group_of = wrapper.param_to_bucket_group

@@ -56,11 +56,7 @@ class DynamicSizes(CpSizes):
         return self._limits.sizes
 
     def size_of(self, arguments: Mapping[str, Any]) -> int:
-        """Return the size of a micro-batch with these arguments of a decoder.
-
-        Raises:
-            ValueError: No graphs are captured with its group, or it exceeds their capacity.
-        """
+        """Return a micro-batch's size; ``ValueError`` without graphs of its group or capacity."""
         params: Optional[PackedSeqParams] = arguments.get("packed_seq_params")
         if params is None or params.cp_group is None:
             raise ValueError(

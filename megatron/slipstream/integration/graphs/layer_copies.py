@@ -33,9 +33,7 @@ FindEngine = Callable[[], model_router.RoutedManager]
 class LayerCopies:
     """Notifies the engine of the captures and replays of one layer, which its methods are given.
 
-    Args:
-        vp_stage: The layer's model chunk.
-        find_engine: Returns the engine of the layer's model; None for that of the process.
+    ``find_engine`` returns the engine of the layer's model; None for that of the process.
     """
 
     def __init__(self, vp_stage: int, find_engine: Optional[FindEngine] = None) -> None:
@@ -108,15 +106,9 @@ class LayerCopies:
 def offload_layers(
     layers: Iterable[Any], vp_stage: int, find_engine: FindEngine
 ) -> list[Callable[[], None]]:
-    """Make layers of a model chunk, which are not captured yet, offload inside their graphs.
+    """Make layers, not captured yet, offload inside their graphs; return how to undo it.
 
-    Args:
-        layers: Graphable layers with ``graph_copies``.
-        vp_stage: Their chunk.
-        find_engine: Returns the engine of their model.
-
-    Returns:
-        Functions that undo the change.
+    They are graphable layers of one chunk, with ``graph_copies``.
     """
     undo: list[Callable[[], None]] = []
     for layer in layers:
@@ -174,18 +166,11 @@ def packed_of(layer: Any) -> Any:
 def open_graphs(
     layer: Any, num_sets: Optional[Sequence[int]] = None
 ) -> Optional[model_router.RoutedManager]:
-    """Prepare the engine for graph capture; do nothing if it is already prepared.
+    """Return the model's engine, prepared for graph capture; None if it has none.
 
-    Args:
-        layer: A layer of the model.
-        num_sets: Number of sets of graphs of each model chunk, which micro-batches use in turn.
-            None: each micro-batch has its own graphs.
-
-    Returns:
-        The engine of the model, or None if it has none.
-
-    Raises:
-        ValueError: The installed packages cannot capture copies.
+    ``num_sets`` is the number of sets of graphs of each model chunk, which micro-batches use in
+    turn. None: each micro-batch has its own graphs. Raises ``ValueError`` if the installed packages
+    cannot capture copies.
     """
     copies: Optional[LayerCopies] = layer.graph_copies
     manager = copies.engine_of(layer) if copies is not None else None

@@ -129,12 +129,9 @@ def with_graph_offloading(spec: Any) -> Any:
 
 
 def offload_in_graphs(chunk: torch.nn.Module, find_engine: FindEngine) -> list[Callable[[], None]]:
-    """Make the layers of a model chunk that is not captured yet offload inside their graphs.
+    """Make layers of a chunk, not captured yet, offload in their graphs; return how to undo it.
 
     Each layer gets a class derived from its own, whichever framework built it.
-
-    Returns:
-        Functions that undo the change.
     """
     layers = [one for one in chunk.modules() if isinstance(one, (TransformerLayer, MambaLayer))]
     undo = [convert(layer, GraphedMixin) for layer in layers]

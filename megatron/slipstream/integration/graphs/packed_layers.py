@@ -143,9 +143,8 @@ class PackedLayers:
     def capture_with(helper: Any) -> None:
         """Capture the layers that have run with packed sequences.
 
-        Raises:
-            RuntimeError: The capture failed on another rank.
-            ValueError: Transformer Engine is too old.
+        Raises ``ValueError`` if Transformer Engine is too old, ``RuntimeError`` if another rank
+        failed.
         """
         require(preflight.check_graphs(preflight.collect(), is_packed=True))
         config = helper.config
@@ -240,7 +239,6 @@ class PackedLayers:
             layer.packed = None
 
     def _call_of(self, layer: torch.nn.Module, size: int) -> StaticArguments:
-        """Return the arguments of a layer in graphs for a size."""
         learned = self._learned[layer]
         arguments: Mapping[str, Any] = learned.unflatten(learned.tensors)
         if "packed_seq_params" in arguments:
@@ -284,13 +282,9 @@ class PackedLayers:
     def load(self, layer: Any, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Copy the arguments of a call into the static inputs of its micro-batch's set.
 
-        All layers of a pass have the same arguments, so they are copied once.
-
-        Returns:
-            The static inputs, by keyword of the layer's graphs.
-
-        Raises:
-            ValueError: The graphs were not captured for such a micro-batch.
+        All layers of a pass have the same arguments, so they are copied once. Returns the static
+        inputs by keyword of the layer's graphs; raises ``ValueError`` if these are of other
+        micro-batches.
         """
         if layer is self._layers[0]:
             self._loaded.clear()
@@ -355,9 +349,7 @@ class PackedLayers:
 def pack_layers(chunk: torch.nn.Module, limits: Optional[RankLimits]) -> PackedLayers:
     """Make the layers of a model chunk take packed sequences, except those that do already.
 
-    Args:
-        chunk: The chunk, wrapped or not, before its layers are captured.
-        limits: As of ``with_packed_layer_graphs``.
+    They must not be captured yet. ``limits`` are those of ``with_packed_layer_graphs``.
     """
     model: Any = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
     packed = PackedLayers(model, sizes_of(model, limits))

@@ -26,11 +26,7 @@ import torch
 
 
 def quantize_weights_in_every_pass(block: torch.nn.Module) -> None:
-    """Disable cached quantized weights in the chunk's layers that cache them.
-
-    Raises:
-        ValueError: A layer does not support it.
-    """
+    """Disable cached quantized weights where layers have them, or raise ``ValueError``."""
     for name, module in block.named_modules():
         if not hasattr(module, "is_first_microbatch"):
             continue

@@ -84,7 +84,6 @@ class RotaryTables:
             self._is_inside = False
 
     def _shared(self, asked: Hashable, table: Any) -> Any:
-        """Return another layer's table if it is equal, else this one."""
         for (others_asked, _), held in self._held.items():
             if others_asked == asked and _are_equal(held, table):
                 return held

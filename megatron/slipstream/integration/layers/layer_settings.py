@@ -147,13 +147,8 @@ def give(assignment: Assignment, chunks: Sequence[torch.nn.Module], chunk: torch
 def restore(chunks: Sequence[torch.nn.Module]) -> None:
     """Give each layer back the attributes and the class that it was built with.
 
-    CUDA graphs that exist keep the settings that they contain.
-
-    Args:
-        chunks: All chunks of the model on this rank, wrapped or not.
-
-    Raises:
-        RuntimeError: The engine knows of an iteration that has begun and not ended.
+    CUDA graphs that exist keep the settings that they contain. Raises ``RuntimeError`` if the
+    engine knows of an iteration that has begun and not ended.
     """
     options = layers_of(chunks)
     _tell_engine(chunks, ())
@@ -167,8 +162,6 @@ def assignment_of(chunks: Sequence[torch.nn.Module]) -> Assignment:
 
 
 class _State:
-    """The setting that a layer has, and what it was built with."""
-
     def __init__(self, layer: torch.nn.Module, is_checkpointed: bool) -> None:
         self._built_with = {
             decision: bool(getattr(owner, decision.attribute))
@@ -272,11 +265,7 @@ def _tell_engine(chunks: Sequence[torch.nn.Module], assignment: Assignment) -> N
 
 
 def watch_reruns(layer: torch.nn.Module, note: Callable[[], None]) -> Callable[[], None]:
-    """Call ``note`` whenever backward has run a layer's forward again as a whole, by its setting.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Call ``note`` when backward has rerun a layer by its setting; return how to undo it."""
     _notes[layer] = note
 
     def undo() -> None:

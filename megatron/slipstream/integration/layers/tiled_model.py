@@ -159,8 +159,6 @@ def _bytes_inside(mlp: Any) -> int:
 
 
 class _Tiled:
-    """A module that is computed tile by tile."""
-
     part: str
     """Its name in reports."""
     tiling: Tiling
@@ -265,7 +263,6 @@ def _needs_of(experts: torch.nn.Module, tokens_per_expert: torch.Tensor) -> Need
 
 
 def _tokens_within(tokens_per_expert: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Return the number of tokens of each expert among these rows."""
     ends = tokens_per_expert.cumsum(0)
     starts = ends - tokens_per_expert
     return ends.clamp(rows.start, rows.stop) - starts.clamp(rows.start, rows.stop)

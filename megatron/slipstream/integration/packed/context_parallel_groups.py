@@ -33,8 +33,7 @@ _groups: Optional[ContextParallelGroups] = None
 def context_parallel_groups(limits: RankLimits) -> ContextParallelGroups:
     """Return the groups; the first call creates them, a collective over all ranks of the job.
 
-    Raises:
-        ValueError: Megatron's process groups do not match the sizes.
+    Raises ``ValueError`` if megatron's process groups do not match the sizes.
     """
     global _groups
     everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -122,9 +121,7 @@ def check_agreement(groups: ContextParallelGroups, size: int, fingerprint: int) 
     """Compare size and documents of all ranks' micro-batches; a collective over ``everyone``.
 
     Ranks with different sizes would deadlock, and ranks with different documents would mix them.
-
-    Raises:
-        RuntimeError: Ranks disagree; raised on all ranks with the same text.
+    All ranks raise the same ``RuntimeError``.
     """
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     mine = torch.tensor([size, fingerprint], dtype=torch.int64, device=device)

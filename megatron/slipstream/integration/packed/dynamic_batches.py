@@ -119,11 +119,7 @@ def datasets(num_samples: tuple[int, Optional[int], int], base: GPTDatasetConfig
 
 
 def micro_batch_params(loaded: dict[str, torch.Tensor], args: Any) -> PackedSeqParams:
-    """Return the parameters of a micro-batch, with the group that shares it.
-
-    Raises:
-        RuntimeError: Ranks disagree; see :func:`check_agreement`.
-    """
+    """Return a micro-batch's parameters, with its group; raises as :func:`check_agreement`."""
     limits = rank_limits(args)
     groups = context_parallel_groups(limits)
     size = int(loaded[SIZE_KEY])

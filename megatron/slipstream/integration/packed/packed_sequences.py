@@ -165,11 +165,7 @@ class PackedGPTDataset(MegatronDataset):
 
 
 def dataset_config(base: GPTDatasetConfig, args: Any) -> PackedDatasetConfig:
-    """Return the configuration of packed datasets, from megatron's and the validated arguments.
-
-    Raises:
-        ValueError: The arguments ask to balance packs of several corpora.
-    """
+    """Return the configuration of packed datasets, from megatron's and the validated arguments."""
     blends = [base.blend, *(base.blend_per_split or [])]
     require(check_corpora(args, [blend[0] for blend in blends if blend is not None]))
     plan = PackingPlan(
@@ -209,15 +205,9 @@ def packed_seq_params(
     """Return megatron-core's description of a micro-batch, without reading from the GPU.
 
     ``total_tokens`` and ``seq_idx`` stay None: setting them would allocate and wait for the GPU at
-    every construction, and only state-space layers read them.
-
-    Args:
-        cu_seqlens: int32 ``[N + 1]``.
-        cu_seqlens_padded: int32 ``[N + 1]``, a separate tensor.
-        max_seqlen: Total number of tokens of the buffer, over all context-parallel ranks.
-
-    Raises:
-        ValueError: Both offsets are the same tensor.
+    every construction, and only state-space layers read them. The offsets are int32 ``[N + 1]``;
+    one tensor for both is a ``ValueError``. ``max_seqlen`` is the number of tokens of the buffer,
+    over all context-parallel ranks.
     """
     if cu_seqlens is cu_seqlens_padded:
         raise ValueError(
@@ -246,10 +236,8 @@ def read_micro_batch(
 ) -> dict[str, torch.Tensor]:
     """Broadcast the micro-batch that the first rank of a tensor-parallel group reads.
 
-    Args:
-        data_iterator: None on the other ranks.
-        layout: Shape and type of each of its tensors, by name; not exchanged.
-        prepare: Applied to each sample read.
+    ``layout`` has the shapes and types of its tensors, which are not exchanged; ``prepare`` is
+    applied to each sample read.
     """
     device = torch.cuda.current_device()  # the CPU with the CPU shims
     batch: dict[str, torch.Tensor] = {}

@@ -73,7 +73,6 @@ class RunFiles:
     def _write_own(
         self, monitor: Optional[Monitor], is_end: bool, report: Optional[Report] = None
     ) -> None:
-        """Write this rank's files; with ``report`` the first rank also writes its page."""
         self._written.clear()
         config, engine = self.config, self.engine
         if engine is not None and config.offload_report_path is not None:

@@ -1,10 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Count the gradients that parameters hold as ``grad``.
-
-megatron-core's data parallelism keeps gradients in preallocated buffers, so ``grad`` is almost
-always None.
-"""
+"""Count gradients in ``grad``: megatron-core's data parallelism has them in its buffers."""
 
 from __future__ import annotations
 

@@ -21,15 +21,10 @@ _conversions: weakref.WeakKeyDictionary[Any, _Conversion] = weakref.WeakKeyDicti
 
 
 def convert(layer: Any, mixin: type) -> Callable[[], None]:
-    """Derive the class of one layer from ``mixin`` and its present class, unless it is already.
+    """Derive the class of a layer from a stateless ``mixin`` and its own, unless it already is.
 
-    Args:
-        layer: A module.
-        mixin: A class without state of its own.
-
-    Returns:
-        A function that takes the mixin away, unless others have converted the layer with it too.
-        Such functions may be called in any order. They do not keep the layer alive.
+    Returns a function that takes the mixin away, unless others have converted the layer with it
+    too. Such functions may be called in any order. They do not keep the layer alive.
     """
     conversion = _conversions.setdefault(layer, _Conversion(type(layer), []))
     conversion.mixins.append(mixin)

@@ -90,12 +90,7 @@ class PipelineOffloadManager:
 
     @property
     def d2h_stream(self) -> Stream:
-        """The stream of copies to the host.
-
-        Raises:
-            RuntimeError: A layer unknown to the engine is capturing a CUDA graph, which cannot
-                include the copies.
-        """
+        """The stream of copies to the host; ``RuntimeError`` while an unknown layer is captured."""
         if not self.graphs.is_capturing and self.store.backend.is_capturing():
             raise RuntimeError(
                 "offload_modules inside CUDA graphs are not supported with layers of which the "
@@ -238,7 +233,6 @@ class PipelineOffloadManager:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leave the region."""
         self.engine.leave()
 
     def mark_not_offload(self, tensor: Optional[torch.Tensor]) -> None:

@@ -155,8 +155,6 @@ class RoutedManager(PipelineOffloadManager):
 
 
 class _Model:
-    """The chunks of one model on this rank, and their engine."""
-
     def __init__(self) -> None:
         self.manager: Optional[RoutedManager] = None
         """None until the model is trained: a reference model needs no host memory."""

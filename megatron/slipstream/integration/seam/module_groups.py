@@ -64,8 +64,6 @@ _IN_LAYER: _Groups = (
 
 @dataclass(frozen=True)
 class _Mark:
-    """The hooks that start and end a group."""
-
     name: str
 
     def start_before(self, _: torch.nn.Module, inputs: Any, options: Any) -> None:
@@ -137,7 +135,6 @@ def mark_modules(chunk: torch.nn.Module) -> list[Callable[[], None]]:
 
 
 def _places(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Module]]:
-    """Yield each group's name and the modules around it."""
     kinds = TransformerLayer, MambaLayer
     layers = [module for module in chunk.modules() if isinstance(module, kinds)]
     for owner, groups in ((chunk, _IN_MODEL), *((layer, _IN_LAYER) for layer in layers)):

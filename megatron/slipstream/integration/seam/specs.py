@@ -14,12 +14,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 def replace_classes(spec: Any, classes: Mapping[type, type]) -> Any:
-    """Return a copy of a layer or block spec with other classes.
+    """Return a copy of a spec with other classes, by class.
 
-    Args:
-        spec: A ``ModuleSpec``, a builder (``functools.partial``, as in megatron-core 0.19), an
-            object that contains them, or a list of them.
-        classes: Replacements by class.
+    It is a ``ModuleSpec``, a builder (``functools.partial``, as in megatron-core 0.19), an object
+    that contains them, or a list of them.
     """
     if isinstance(spec, type):
         return classes.get(spec, spec)
