@@ -34,7 +34,11 @@ def late_trace() -> Trace:
 
 
 TRACE = late_trace()
-FRONTIER = sweep(TRACE, OPTIONS, num_points=6)
+
+
+@pytest.fixture(scope="module")
+def frontier() -> Frontier:
+    return sweep(TRACE, OPTIONS, num_points=6)
 
 
 def everything_moves(frontier: Frontier) -> FrontierPoint:
@@ -45,37 +49,36 @@ def point(peak_bytes: int, total_ms: float) -> FrontierPoint:
     return FrontierPoint("activation_offload_fraction", 0.5, peak_bytes, total_ms, 0.0, 0, 0)
 
 
-def test_the_ends_are_nothing_and_everything() -> None:
-    nothing, everything = FRONTIER.points[0], everything_moves(FRONTIER)
-    for marker, end in zip(FRONTIER.markers, (nothing, everything), strict=True):
+def test_the_ends_are_nothing_and_everything(frontier: Frontier) -> None:
+    nothing, everything = frontier.points[0], everything_moves(frontier)
+    for marker, end in zip(frontier.markers, (nothing, everything), strict=True):
         assert (marker.peak_bytes, marker.total_ms) == (end.peak_bytes, end.total_ms)
     assert (nothing.moved_nbytes, nothing.overhead_percent) == (0, 0.0)
     plan = build_plan(TRACE, OPTIONS)
     assert everything.moved_nbytes == plan.moved_nbytes > 0
-    assert everything.total_ms == simulate(plan).total_ms >= FRONTIER.compute_ms
+    assert everything.total_ms == simulate(plan).total_ms >= frontier.compute_ms
     assert everything.peak_bytes < nothing.peak_bytes
 
 
-def test_peaks_are_of_the_whole_device_if_it_was_measured() -> None:
+def test_peaks_are_of_the_whole_device_if_it_was_measured(frontier: Frontier) -> None:
     memory = (MemoryReading(50 * MB, 60 * MB, 0),) * len(TRACE.steps)
-    frontier = sweep(dataclasses.replace(TRACE, memory=memory), OPTIONS, num_points=2)
-    assert frontier.is_measured
-    assert not FRONTIER.is_measured
-    assert frontier.points[0].peak_bytes == 60 * MB
+    measured = sweep(dataclasses.replace(TRACE, memory=memory), OPTIONS, num_points=2)
+    assert measured.is_measured
+    assert not frontier.is_measured
+    assert measured.points[0].peak_bytes == 60 * MB
 
 
-def test_targets_and_limits_are_swept_too() -> None:
-    options = {point.option for point in FRONTIER.points}
+def test_targets_and_limits_are_swept_too(frontier: Frontier) -> None:
+    options = {point.option for point in frontier.points}
     assert options >= {"target_memory_bytes", "max_overhead_percent"}
 
 
-def test_the_other_options_are_kept() -> None:
+def test_the_other_options_are_kept(frontier: Frontier) -> None:
     delta = dataclasses.replace(OPTIONS, delta_offload_bytes_across_pp_ranks=4 * MB)
     trace = dataclasses.replace(TRACE, pp_rank=1)
-    frontier = sweep(trace, delta, num_points=2)
-    moved = everything_moves(frontier).moved_nbytes
+    moved = everything_moves(sweep(trace, delta, num_points=2)).moved_nbytes
     assert moved == build_plan(trace, delta).moved_nbytes
-    assert moved < everything_moves(FRONTIER).moved_nbytes
+    assert moved < everything_moves(frontier).moved_nbytes
 
 
 @settings(max_examples=200, deadline=None)
@@ -93,29 +96,29 @@ def test_a_marked_point_is_beaten_by_none_and_the_others_by_a_marked_one(
         assert any(a[0] <= b[0] and a[1] <= b[1] for a in marked)
 
 
-def test_the_line_goes_from_little_memory_to_little_time() -> None:
-    line = FRONTIER.pareto
-    assert FRONTIER.points[0].total_ms == line[-1].total_ms
+def test_the_line_goes_from_little_memory_to_little_time(frontier: Frontier) -> None:
+    line = frontier.pareto
+    assert frontier.points[0].total_ms == line[-1].total_ms
     assert [p.peak_bytes for p in line] == sorted(p.peak_bytes for p in line)
     assert [p.total_ms for p in line] == sorted((p.total_ms for p in line), reverse=True)
 
 
-def test_json_holds_every_point() -> None:
-    data = json.loads(FRONTIER.to_json())
+def test_json_holds_every_point(frontier: Frontier) -> None:
+    data = json.loads(frontier.to_json())
     assert (data["schema"], data["version"]) == ("slipstream-frontier", 1)
-    assert [FrontierPoint(**item) for item in data["points"]] == list(FRONTIER.points)
+    assert [FrontierPoint(**item) for item in data["points"]] == list(frontier.points)
 
 
-def test_the_table_has_a_row_for_each_point_of_the_line() -> None:
-    head, *rows, nothing, everything, summary = FRONTIER.render().split("\n")
+def test_the_table_has_a_row_for_each_point_of_the_line(frontier: Frontier) -> None:
+    head, *rows, nothing, everything, summary = frontier.render().split("\n")
     assert nothing.startswith("nothing moves: ")
     assert everything.startswith("everything moves: ")
     assert head.split()[:2] == ["device", "peak"]
-    assert len(rows) == len(FRONTIER.pareto)
-    assert summary.startswith(f"{len(rows)} of {len(FRONTIER.points)} plans")
+    assert len(rows) == len(frontier.pareto)
+    assert summary.startswith(f"{len(rows)} of {len(frontier.points)} plans")
 
 
-def test_a_point_is_named_as_the_command_line_names_it() -> None:
+def test_a_point_is_named_as_the_command_line_names_it(frontier: Frontier) -> None:
     points = sweep(TRACE, OPTIONS, num_points=24).points
     flags = {}
     for p in points:
@@ -129,12 +132,12 @@ def test_a_point_is_named_as_the_command_line_names_it() -> None:
         "target_memory_bytes": "--target-memory",
         "max_overhead_percent": "--max-overhead",
     }
-    rows = FRONTIER.render().split("\n")[1:-3]
-    assert all(row.endswith(f" {p.flag}") for row, p in zip(rows, FRONTIER.pareto, strict=True))
+    rows = frontier.render().split("\n")[1:-3]
+    assert all(row.endswith(f" {p.flag}") for row, p in zip(rows, frontier.pareto, strict=True))
 
 
-def test_every_target_of_a_sweep_can_be_met() -> None:
-    by_target = [p for p in FRONTIER.points if p.option == "target_memory_bytes"]
+def test_every_target_of_a_sweep_can_be_met(frontier: Frontier) -> None:
+    by_target = [p for p in frontier.points if p.option == "target_memory_bytes"]
     assert all(p.peak_bytes <= p.value for p in by_target)
 
 
@@ -150,12 +153,14 @@ def test_a_trace_without_times_has_no_frontier() -> None:
         sweep(dataclasses.replace(TRACE, step_ms=()), OPTIONS)
 
 
-def test_a_frontier_is_compared_by_its_points() -> None:
-    assert sweep(TRACE, OPTIONS, num_points=6) == FRONTIER
-    assert isinstance(FRONTIER, Frontier)
+def test_a_frontier_is_compared_by_its_points(frontier: Frontier) -> None:
+    assert sweep(TRACE, OPTIONS, num_points=6) == frontier
+    assert isinstance(frontier, Frontier)
 
 
-def test_the_picture_fills_every_plan_that_no_other_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_fills_every_plan_that_no_other_beats(
+    frontier: Frontier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn = pytest.importorskip("matplotlib.figure").Figure
     figures = []
     save = drawn.savefig
@@ -165,13 +170,13 @@ def test_the_picture_fills_every_plan_that_no_other_beats(monkeypatch: pytest.Mo
         lambda self, *args, **more: figures.append(self) or save(self, *args, **more),
     )
     image = pytest.importorskip("matplotlib.image").imread(
-        io.BytesIO(frontier_picture.frontier_png(FRONTIER))
+        io.BytesIO(frontier_picture.frontier_png(frontier))
     )
     (axes,) = figures[0].axes
-    options = {point.option for point in FRONTIER.pareto}
-    assert len(FRONTIER.pareto) > 4
+    options = {point.option for point in frontier.pareto}
+    assert len(frontier.pareto) > 4
     assert len(options) > 1
-    for point in FRONTIER.pareto:
+    for point in frontier.pareto:
         x, y = axes.transData.transform((point.peak_bytes / 2**20, point.overhead_percent))
         colour = image[image.shape[0] - round(y), round(x), :3]
         assert colour.tolist() != [1.0, 1.0, 1.0], point
