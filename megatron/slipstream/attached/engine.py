@@ -39,10 +39,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import CountedModules
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.engine_setup import host_limit
-from megatron.slipstream.fine_grained_activation_offload.group import (
-    GroupState,
-    OffloadTensorGroup,
-)
+from megatron.slipstream.fine_grained_activation_offload.group import GroupState, OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
 from megatron.slipstream.fine_grained_activation_offload.storage import memory_of
 from megatron.slipstream.launcher import rank

@@ -39,11 +39,7 @@ from torch.autograd.graph import Node
 from megatron.slipstream.attached.engine import AttachedEngine, is_transformed
 from megatron.slipstream.attached.inputs import CheckpointInputs
 from megatron.slipstream.attached.names import Match
-from megatron.slipstream.attached.other_hooks import (
-    name_of_others,
-    name_of_takers,
-    top_pack_hook,
-)
+from megatron.slipstream.attached.other_hooks import name_of_others, name_of_takers, top_pack_hook
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.slipstream.attached.engine import (
-    AttachedEngine,
-    BackwardHook,
-    VersionCheckedTensor,
-)
+from megatron.slipstream.attached.engine import AttachedEngine, BackwardHook, VersionCheckedTensor
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.storage import is_dense
 

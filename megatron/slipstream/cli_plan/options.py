@@ -189,10 +189,7 @@ SEARCH = ("longest_sequence", "largest_micro_batch", "memory", "margin", "host_m
 AIMS = (*("target_memory", "max_overhead", "fraction", "output", "timeline", "frontier", "rank"),)
 """Options of one plan."""
 
-UNTIMED = (
-    *("gpu", "tflops", "gb_per_s", "num_micro_batches", "rank", "state_gib"),
-    *SEARCH,
-)
+UNTIMED = (*("gpu", "tflops", "gb_per_s", "num_micro_batches", "rank", "state_gib"), *SEARCH)
 """Options that apply only without recorded times."""
 
 
@@ -229,12 +226,7 @@ def add_plan(
         metavar="FILE",
         help="config.json of a Hugging Face model, or the folder that holds it",
     )
-    other.add_argument(
-        "--args-file",
-        type=Path,
-        metavar="FILE",
-        help="a file of megatron's flags",
-    )
+    other.add_argument("--args-file", type=Path, metavar="FILE", help="a file of megatron's flags")
     training = plan.add_argument_group(
         "training options (with --hf-config)",
         "The names are megatron's. With a trace, --seq-length plans it as if its sequences had "

@@ -159,9 +159,7 @@ def sweep(
 
 
 def sweep_budgets(
-    finder: Finder,
-    num_points: int = NUM_POINTS,
-    progress: Progress = lambda done, total: None,
+    finder: Finder, num_points: int = NUM_POINTS, progress: Progress = lambda done, total: None
 ) -> Frontier:
     """Choose what is kept, offloaded, recomputed and tiled for a range of budgets.
 

@@ -96,9 +96,7 @@ class Speed:
 
 
 def find_speed(
-    name: str,
-    tflops: Optional[float] = None,
-    gb_per_s: Optional[float] = None,
+    name: str, tflops: Optional[float] = None, gb_per_s: Optional[float] = None
 ) -> Speed:
     """Return the speed of a GPU in :data:`GPUS`, with rates of the user's in place of the table's.
 

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.slipstream.estimate.layers import (
-    layer_costs,
-)
+from megatron.slipstream.estimate.layers import layer_costs
 from megatron.slipstream.estimate.model_parts import LayerKind
 from megatron.slipstream.estimate.model_shapes import ModelShape
 

@@ -28,11 +28,7 @@ from megatron.slipstream.estimate.layers import (
 )
 from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
 from megatron.slipstream.estimate.schedules import Pass, Schedule, idle_ms, rank_schedule
-from megatron.slipstream.plan.settings import (
-    Assignment,
-    LayerSetting,
-    describe_setting,
-)
+from megatron.slipstream.plan.settings import Assignment, LayerSetting, describe_setting
 from megatron.slipstream.plan.staying import Staying
 from megatron.slipstream.plan.templates import (
     ChunkLayers,

@@ -17,10 +17,7 @@ from functools import cached_property
 from typing import NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import Speed
-from megatron.slipstream.estimate.layers import (
-    marked_modules,
-    recomputable_parts,
-)
+from megatron.slipstream.estimate.layers import marked_modules, recomputable_parts
 from megatron.slipstream.estimate.model_shapes import ModelShape, has_feed_forward
 from megatron.slipstream.estimate.schedules import Pass, idle_ms
 from megatron.slipstream.estimate.synthetic import Workplan
@@ -31,12 +28,7 @@ from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.choose import choose
 from megatron.slipstream.plan.render import format_bytes
-from megatron.slipstream.plan.settings import (
-    NOTHING,
-    WHOLE,
-    Assignment,
-    LayerSetting,
-)
+from megatron.slipstream.plan.settings import NOTHING, WHOLE, Assignment, LayerSetting
 from megatron.slipstream.plan.templates import ChunkPass, RankTemplates
 from megatron.slipstream.plan.trace import StepKind
 from megatron.slipstream.plan.walk import simulate

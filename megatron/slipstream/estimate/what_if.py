@@ -46,7 +46,7 @@ def assumptions(trace: Trace, recorded_length: int) -> list[str]:
     """Return what a scaled trace takes for granted, as lines of text."""
     lines = [
         f"Scaled from {recorded_length:,} to {trace.seq_length:,} tokens: saved bytes and memory "
-        "grow with the length above what was in use between iterations",
+        "grow with the length above what was in use between iterations"
     ]
     if trace.step_ms and any(step.name == ATTENTION for step in trace.steps):
         lines.append(f"times grow with the length, those of {ATTENTION} with its square")

@@ -27,10 +27,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
     SavedTensor,
 )
-from megatron.slipstream.fine_grained_activation_offload.host_pool import (
-    HostMemoryFull,
-    HostPool,
-)
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostMemoryFull, HostPool
 from megatron.slipstream.fine_grained_activation_offload.markers import mark
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters

@@ -7,10 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Optional
 
-from megatron.slipstream.fine_grained_activation_offload.group import (
-    GroupState,
-    OffloadTensorGroup,
-)
+from megatron.slipstream.fine_grained_activation_offload.group import GroupState, OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.storage import GroupLabel
 from megatron.slipstream.plan.trace import BACKWARD, OUTPUT_LAYER, GroupKey, Step, StepKind
 
@@ -19,11 +16,7 @@ class ChunkOffloadHandler:
     """The groups of one pass, in the order in which forward started and committed them."""
 
     def __init__(
-        self,
-        index: int,
-        vp_stage: int,
-        min_offloaded_tensor_size: int,
-        micro_batch: int = 0,
+        self, index: int, vp_stage: int, min_offloaded_tensor_size: int, micro_batch: int = 0
     ) -> None:
         self.index = index
         """Index among the forward passes of the iteration."""

@@ -238,10 +238,7 @@ class CopyStreams:
         return signal
 
     def before_release(
-        self,
-        copied_out: Optional[Signal],
-        streams: Mapping[Hashable, Stream],
-        label: str = "",
+        self, copied_out: Optional[Signal], streams: Mapping[Hashable, Stream], label: str = ""
     ) -> None:
         """Order the streams that may reuse device memory next, by id, after its D2H copy."""
         if copied_out is not None:
@@ -264,10 +261,7 @@ class CopyStreams:
         self._hold_for(Edge.E8, source.view(), self.d2h)
 
     def follow_copy_out(
-        self,
-        copied_out: Optional[Signal],
-        streams: Mapping[Hashable, Stream],
-        label: str = "",
+        self, copied_out: Optional[Signal], streams: Mapping[Hashable, Stream], label: str = ""
     ) -> None:
         """Order the current stream, and those that may reuse the memory next, after a D2H copy.
 

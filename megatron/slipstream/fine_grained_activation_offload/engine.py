@@ -29,10 +29,7 @@ from megatron.slipstream.fine_grained_activation_offload.counted_modules import 
     ReplayedPass,
 )
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphCaptures
-from megatron.slipstream.fine_grained_activation_offload.group import (
-    GroupState,
-    OffloadTensorGroup,
-)
+from megatron.slipstream.fine_grained_activation_offload.group import GroupState, OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
 from megatron.slipstream.fine_grained_activation_offload.lifecycle import Lifecycle
 from megatron.slipstream.fine_grained_activation_offload.markers import (

@@ -13,9 +13,7 @@ from typing import Any, Optional, Protocol
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.activation_store import (
-    ActivationStore,
-)
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import (

@@ -22,10 +22,7 @@ from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
-from megatron.slipstream.fine_grained_activation_offload.group import (
-    GroupState,
-    OffloadTensorGroup,
-)
+from megatron.slipstream.fine_grained_activation_offload.group import GroupState, OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
 from megatron.slipstream.fine_grained_activation_offload.planner import Planner
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder

@@ -32,12 +32,7 @@ from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanFacts, check_plan
 from megatron.slipstream.plan.peak import PeakDrop, peak_drop
-from megatron.slipstream.plan.render import (
-    format_bytes,
-    render_plan,
-    summarize,
-    why_groups_stay,
-)
+from megatron.slipstream.plan.render import format_bytes, render_plan, summarize, why_groups_stay
 from megatron.slipstream.plan.timeline import device_memory
 from megatron.slipstream.plan.trace import Bandwidth, Trace
 from megatron.slipstream.plan.walk import simulate

@@ -269,11 +269,7 @@ class Recorder:
         """Return whether something else held this storage, in this pass or an earlier one."""
         return StorageId.of(storage) in self.held_outside
 
-    def finish(
-        self,
-        pp_rank: int,
-        groups: Mapping[GroupKey, OffloadTensorGroup],
-    ) -> Trace:
+    def finish(self, pp_rank: int, groups: Mapping[GroupKey, OffloadTensorGroup]) -> Trace:
         """Return the iteration as a trace; its groups are in the order in which they started."""
         records: dict[Hashable, _StorageRecord] = {}
         saved: dict[GroupKey, list[Hashable]] = {}

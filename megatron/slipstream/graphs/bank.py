@@ -220,11 +220,7 @@ class ChunkGraphs:
             raise
 
     def _prepare(
-        self,
-        size: int,
-        sample: torch.Tensor,
-        call: StaticArguments,
-        memories: SlotMemories,
+        self, size: int, sample: torch.Tensor, call: StaticArguments, memories: SlotMemories
     ) -> None:
         arguments = self._sizes.arguments_of(call.unflatten(call.tensors), size)
         of_size = partial(self._sizes.together, size)

@@ -29,10 +29,7 @@ from megatron.slipstream.graphs.capture import GraphBackend
 from megatron.slipstream.graphs.chunk import CaptureParameters, Chunk, Constants
 from megatron.slipstream.graphs.offload import PlannedPass
 from megatron.slipstream.graphs.slots import Replay, Slot, SlotMemories, SlotMemory
-from megatron.slipstream.graphs.static_arguments import (
-    StaticArguments,
-    TensorFacts,
-)
+from megatron.slipstream.graphs.static_arguments import StaticArguments, TensorFacts
 from megatron.slipstream.plan.render import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -232,11 +229,7 @@ class SizeGraphs:
         slot.hidden.grad = None
 
     def _plan(
-        self,
-        slot: Slot,
-        parameters: CaptureParameters,
-        sample: torch.Tensor,
-        together: Together,
+        self, slot: Slot, parameters: CaptureParameters, sample: torch.Tensor, together: Together
     ) -> int:
         """Run a slot's work for first-use effects, plan what moves, and measure its memory."""
         run = partial(self._run_once, slot, parameters)

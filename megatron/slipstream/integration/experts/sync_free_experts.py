@@ -26,22 +26,13 @@ from megatron.core.tensor_parallel.random import (
     get_expert_parallel_rng_tracker_name,
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
-from megatron.core.transformer.moe.experts import (
-    GroupedMLPSubmodules,
-    SequentialMLP,
-    TEGroupedMLP,
-)
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
-from megatron.slipstream.experts.capacity import (
-    LayerCapacity,
-    Slots,
-    checks_capacity,
-    step_check,
-)
+from megatron.slipstream.experts.capacity import LayerCapacity, Slots, checks_capacity, step_check
 from megatron.slipstream.experts.fixed_exchange import FixedExchange
 from megatron.slipstream.experts.grouped_linear import grouped_linear
 from megatron.slipstream.integration.seam.specs import replace_classes
@@ -369,10 +360,5 @@ def with_sync_free_experts(spec: Any, capacity_factor: Optional[float] = None) -
     if capacity_factor is not None:
         layer = type(layer.__name__, (layer,), {"capacity_factor": capacity_factor})
     return replace_classes(
-        spec,
-        {
-            MoELayer: layer,
-            TEGroupedMLP: SyncFreeGroupedMLP,
-            SequentialMLP: SyncFreeGroupedMLP,
-        },
+        spec, {MoELayer: layer, TEGroupedMLP: SyncFreeGroupedMLP, SequentialMLP: SyncFreeGroupedMLP}
     )

@@ -23,13 +23,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_type_hints
 
 from megatron.slipstream.options.facts import Facts
-from megatron.slipstream.options.fields import (
-    DEFAULTS,
-    MODULES,
-    SWITCH,
-    OffloadOptions,
-    check_type,
-)
+from megatron.slipstream.options.fields import DEFAULTS, MODULES, SWITCH, OffloadOptions, check_type
 from megatron.slipstream.options.model import check_model_options
 from megatron.slipstream.options.modules import own_modules
 from megatron.slipstream.options.rules import nearest_name, require

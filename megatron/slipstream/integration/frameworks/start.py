@@ -30,10 +30,7 @@ class _Finder:
     """
 
     def find_spec(
-        self,
-        name: str,
-        path: Optional[Sequence[str]] = None,
-        target: Optional[ModuleType] = None,
+        self, name: str, path: Optional[Sequence[str]] = None, target: Optional[ModuleType] = None
     ) -> Optional[ModuleSpec]:
         if name != _CORE:
             return None

@@ -280,10 +280,7 @@ def _replace_methods(wrapper: Any, graphs: ChunkGraphs) -> None:
 
 
 def _run(
-    block: Any,
-    forward: Callable[..., torch.Tensor],
-    hidden: torch.Tensor,
-    **arguments: Any,
+    block: Any, forward: Callable[..., torch.Tensor], hidden: torch.Tensor, **arguments: Any
 ) -> torch.Tensor:
     if block.pre_process:
         return forward(hidden, **arguments)

@@ -46,10 +46,7 @@ from megatron.slipstream.graphs.slots import (
     Static,
     StaticInputs,
 )
-from megatron.slipstream.graphs.static_arguments import (
-    StaticArguments,
-    TensorFacts,
-)
+from megatron.slipstream.graphs.static_arguments import StaticArguments, TensorFacts
 from megatron.slipstream.integration.graphs.cp_sizes import sizes_of
 from megatron.slipstream.integration.graphs.layer_copies import (
     delete_graphs,

@@ -31,11 +31,7 @@ from megatron.slipstream.packed_sequences.batch import (
     for_context_parallel_rank,
     static_layout,
 )
-from megatron.slipstream.packed_sequences.dataset import (
-    PackedDocuments,
-    PackIndex,
-    PackingPlan,
-)
+from megatron.slipstream.packed_sequences.dataset import PackedDocuments, PackIndex, PackingPlan
 from megatron.slipstream.packed_sequences.packing import pack_limits
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature

@@ -26,11 +26,7 @@ from megatron.slipstream.options.rules import (
 )
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied, resolve
-from megatron.slipstream.patches.releases import (
-    TESTED_RELEASES,
-    is_since,
-    release,
-)
+from megatron.slipstream.patches.releases import TESTED_RELEASES, is_since, release
 from megatron.slipstream.patches.training_loop import bound
 
 # The offload manager
