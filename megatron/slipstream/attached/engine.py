@@ -98,7 +98,6 @@ class VersionCheckedTensor:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the tensor is unchanged since it was saved."""
         return self.tensor._version == self.version
 
     def read(self) -> torch.Tensor:
@@ -136,7 +135,6 @@ class _Pass:
 
     @property
     def is_used(self) -> bool:
-        """Whether a backward has reached any group."""
         used = (GroupState.IN_USE, GroupState.DONE)
         return any(group.state in used for group, _ in self._groups)
 
@@ -210,7 +208,6 @@ class AttachedEngine(OffloadEngine):
 
     @property
     def is_backward_compiled(self) -> bool:
-        """Whether compiled autograd will or may run the backward of a pass that begins here."""
         return self._was_backward_compiled or is_backward_compiled()
 
     @property
@@ -224,7 +221,6 @@ class AttachedEngine(OffloadEngine):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no backward is running and no pass waits for one."""
         return self._watched_task == NO_GRAPH_TASK and not any(
             own.waits for own in self._own_passes
         )
@@ -232,7 +228,6 @@ class AttachedEngine(OffloadEngine):
     # Passes, called by the hooks on the model.
 
     def begin_forward(self) -> None:
-        """Begin a pass: the model's forward starts."""
         self._is_model_running = True
         self._open_pass()
 
@@ -248,7 +243,6 @@ class AttachedEngine(OffloadEngine):
 
     @property
     def awaited_names(self) -> set[str]:
-        """Names of the newest pass's groups that backward can reach."""
         return self._own_passes[-1].awaited_names if self._own_passes else set()
 
     # Groups. Regions do not nest.
@@ -418,7 +412,6 @@ class AttachedEngine(OffloadEngine):
         return counted
 
     def close(self) -> None:
-        """Free the host memory, and give its share of the limit to other engines."""
         super().close()
         host_limit.leave(self.store.host_pool)
 
@@ -429,7 +422,6 @@ class AttachedEngine(OffloadEngine):
             self.close()
 
     def end_iteration(self) -> None:
-        """End the iteration."""
         super().end_iteration()
         self._num_lost = 0
         self._own_passes.clear()

@@ -209,7 +209,6 @@ class ForwardHooks:
 
     @property
     def are_removed(self) -> bool:
-        """Whether :meth:`remove` was called."""
         return not self._handles
 
     def remove(self) -> None:
@@ -246,7 +245,6 @@ class ForwardHooks:
         return not trainer.trains and self._engine.is_idle
 
     def _becomes_trainer(self) -> bool:
-        """Make this thread the trainer if possible; return whether it is."""
         if not self._is_trainer_free():
             self._warn_once(_TWO_TRAIN)
             return False

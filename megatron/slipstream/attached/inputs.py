@@ -95,7 +95,6 @@ class CheckpointInputs:
         self._is_wanted, self._is_seen = self._is_seen, False
 
     def is_own(self, pack: Any) -> bool:
-        """Whether the pack hook is the one set here."""
         return self._hooks is not None and pack is self._hooks.pack_hook
 
     # Around a chosen module's forward.

@@ -30,7 +30,6 @@ class Match(NamedTuple):
     """A sub-module that a pattern matches."""
 
     name: str
-    """Qualified name."""
     label: str
     """The pattern or the type's name, which names the module's groups in reports."""
     module: torch.nn.Module

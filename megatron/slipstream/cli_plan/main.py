@@ -121,7 +121,6 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], given: str, has: 
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Check the output files before planning, which may take minutes."""
     names = ("output", "timeline", "frontier")
     paths = {name: path for name in names if (path := getattr(options, name)) is not None}
     for name, path in paths.items():

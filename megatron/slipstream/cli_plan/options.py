@@ -58,11 +58,9 @@ class Given(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name in the namespace."""
         return self.dest or self.flags.split()[0].removeprefix("--").replace("-", "_")
 
     def add_to(self, group: argparse._ActionsContainer, **more: Any) -> None:
-        """Add it to a group of a parser."""
         options: dict[str, Any] = {"type": self.kind, "metavar": self.metavar or "N"}
         if self.kind == "flag":
             options = {"action": "store_true", "default": None}

@@ -60,7 +60,6 @@ class GroupPlan(PackingPlan):
     cost_model: CostModel
 
     def groups(self, pieces: Iterable[Piece]) -> Iterator[Group]:
-        """Yield the stream's pieces in groups, in the order of their slots."""
         for batch in batches(
             pieces, self.ranks, self.cost_model, self.packs_per_batch, self.look_ahead
         ):

@@ -73,11 +73,9 @@ class RankLimits:
 
     @property
     def largest(self) -> int:
-        """The largest of :attr:`sizes`."""
         return self.sizes[-1]
 
     def of(self, size: int) -> PackLimits:
-        """Return the limits of a micro-batch of a group of ``size`` ranks."""
         return PackLimits(
             max_tokens=size * self.tokens_per_rank,
             max_sequences=self.max_sequences,

@@ -59,7 +59,6 @@ class Group(NamedTuple):
     """Consecutive ranks of one micro-batch, and the pieces that they divide among them."""
 
     size: int
-    """Number of ranks: their context-parallel size in this micro-batch."""
     pack: Pack
     """The pieces in the order of the buffer; an empty pack is a buffer of padding."""
 
@@ -128,7 +127,6 @@ def total_cost(micro_batches: Sequence[MicroBatch], cost: Cost) -> int:
 
 
 def _costs_less(one: _Collected, other: _Collected, cost: Cost) -> bool:
-    """Whether ``one`` costs less than ``other`` per token that it trains on."""
     return one.total_cost(cost) * other.num_tokens < other.total_cost(cost) * one.num_tokens
 
 

@@ -23,7 +23,6 @@ from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.trace import Bandwidth
 
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
-"""Severities in ascending order."""
 
 
 class Findings(list[Finding]):

@@ -43,15 +43,12 @@ class MachineFacts:
     process: preflight.ProcessFacts
     environment: Mapping[str, str]
     ranks_per_host: Optional[int] = None
-    """As the user gives it."""
     words: Words = Words(())
-    """A training command."""
     torch_cuda: Optional[str] = None
     """Version of the CUDA runtime that torch is built with."""
     torch_error: Optional[str] = None
     """The error if torch is installed but does not import."""
     driver: Optional[str] = None
-    """Version of the NVIDIA driver."""
     gpus: tuple[Gpu, ...] = ()
     """Those that torch sees."""
     patches: Mapping[str, Optional[str]] = field(default_factory=dict)
@@ -61,7 +58,6 @@ class MachineFacts:
 
     @property
     def has_torch(self) -> bool:
-        """Whether torch imports."""
         return self.process.torch is not None and self.torch_error is None
 
     @property
@@ -77,7 +73,6 @@ class MachineFacts:
 
     @property
     def offloads(self) -> bool:
-        """Whether a training with offloading was given."""
         return bool(self.args and self.args.fine_grained_activation_offloading)
 
     @property

@@ -53,7 +53,6 @@ class Finder:
     _sizes: dict[str, int] = field(default_factory=dict, compare=False)
 
     def fit(self, way: str) -> Fit:
-        """Return the largest size that fits with a way."""
         size = self.largest(way)
         found = self.at(way, size) if size else None
         next_size = size + self.step
@@ -66,7 +65,6 @@ class Finder:
         return Fit(way, size, found, usage, usage.exceeded(self.limits) or short)
 
     def largest(self, way: str) -> int:
-        """Return the largest size that fits with a way; 0 if none does."""
         if way not in self._sizes:
             low = 0
             if way == BUDGET:  # It may choose what another way does.
@@ -77,7 +75,6 @@ class Finder:
         return self._sizes[way]
 
     def at(self, way: str, size: int) -> Optional[Iteration]:
-        """Return an iteration of a size; None if it does not fit."""
         model = self.model(size)
         if way == BUDGET:
             return model.within(self.limits)
@@ -92,7 +89,6 @@ class Finder:
         return model.fixed(way).usage.excess_bytes(self.limits)
 
     def model(self, size: int) -> SizedModel:
-        """Return the model at a size."""
         if size not in self._models:
             sized: dict[str, Any] = {self.searched: size}
             shape = replace(self.configured.shape, **sized)

@@ -62,7 +62,6 @@ class FrontierPoint:
     total_ms: float
     overhead_percent: float
     moved_nbytes: int
-    """Bytes offloaded in one iteration."""
     peak_host_bytes: int
     text: str = ""
     """What is recomputed, offloaded and tiled, if that differs between plans."""
@@ -71,7 +70,6 @@ class FrontierPoint:
 
     @property
     def flag(self) -> str:
-        """The flag that produces this plan."""
         is_bytes = self.option in _IN_BYTES
         return f"{_FLAGS[self.option]} {self.value / 2**30 if is_bytes else self.value:.4g}"
 
@@ -97,7 +95,6 @@ class Frontier:
 
     @property
     def pareto(self) -> tuple[FrontierPoint, ...]:
-        """The Pareto-optimal plans, from the lowest peak to the shortest time."""
         chosen = [point for point in self.points if point.is_pareto]
         return tuple(sorted(chosen, key=lambda point: point.peak_bytes))
 

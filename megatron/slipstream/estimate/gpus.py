@@ -78,14 +78,11 @@ class Speed:
     tflops: float
     """Rate of matrix products in 16 bits."""
     hbm_gb_per_s: float
-    """Rate of memory-bound operations."""
     bandwidth: Bandwidth
     memory_gib: Optional[float] = None
-    """None if unknown."""
     is_link_measured: bool = False
     """Whether ``bandwidth`` was measured on that GPU or given by the user."""
     fp8_recipes: tuple[str, ...] = ()
-    """See :attr:`GpuFacts.fp8_recipes`."""
 
     def compute_ms(
         self, flops: float, traffic_bytes: float = 0.0, kind: Products = "16 bits"

@@ -24,7 +24,6 @@ class HubModel(NamedTuple):
 
     model_type: str
     options: dict[str, Any]
-    """megatron's options."""
     notes: tuple[str, ...] = ()
     """Features that a plan ignores."""
     names: Mapping[str, str] = MappingProxyType({})
@@ -150,7 +149,6 @@ class _Config:
         self._config = config
 
     def number(self, name: str, least: int = 1) -> int:
-        """Return a required number."""
         value = self.optional(name, least)
         if value is None:
             raise ValueError(
@@ -185,7 +183,6 @@ class _Config:
         return count
 
     def flag(self, name: str) -> bool:
-        """Return a flag; False if it is missing."""
         return bool(self._config.get(name, False))
 
     def list_of(self, name: str, kind: type) -> list[Any]:

@@ -51,10 +51,8 @@ class Stretch(NamedTuple):
     peak_bytes: int
     """The most that it uses above what was in use before it."""
     layer: int = HEAD
-    """Index of its layer in the model."""
 
     def ms(self, speed: Speed) -> float:
-        """Return its compute time."""
         return self.cost.ms(speed, self.phase)
 
 
@@ -281,14 +279,12 @@ class _Head:
             self._tile = _tile_bytes(shape.tokens, each) + self._hidden
 
     def forward(self) -> Iterator[Stretch]:
-        """Yield its forward."""
         yield self._stretch("final_norm", "forward", self._normed, self._normed)
         for _ in range(self._num_losses):
             yield self._stretch(OUTPUT_LAYER, "forward", self._logits, self._logits + self._tile)
             yield self._stretch("loss", "forward", self._saved - self._logits, self._loss_peak)
 
     def backward(self) -> Iterator[Stretch]:
-        """Yield its backward."""
         to_gradient = self._logits - self._saved
         for _ in range(self._num_losses):
             yield self._stretch("loss", "backward", to_gradient, self._gradient_peak)

@@ -118,7 +118,6 @@ class Cost(NamedTuple):
     kind: Products = "16 bits"
     """What the products are, since kinds reach other rates."""
     weights: int = 0
-    """Parameters on the rank."""
     rerun_share: float = 0.0
     """The share of the forward that backward runs again, before its own operations."""
 
@@ -143,7 +142,6 @@ class SavedTensor(NamedTuple):
 
 
 Saved = dict[str, tuple[SavedTensor, ...]]
-"""The saved tensors of each part."""
 
 
 class Part(NamedTuple):
@@ -287,7 +285,6 @@ class _Layer:
         self._stream = input_name(kind)
 
     def parts(self) -> list[Part]:
-        """Return its parts, in forward order."""
         if "*" in self._kind:
             self._attention()
         if self._kind == "M":
@@ -612,7 +609,6 @@ class _Layer:
         ]
 
     def _linear(self, weights: int, input_numel: int, flops: Optional[float] = None) -> Cost:
-        """Return the cost of a linear layer, with the quantization of its input in fp8."""
         shape = self._shape
         each = shape.element_bytes + 2 * shape.linear_input_bytes if shape.fp8_recipe else 0.0
         flops = 2.0 * shape.tokens * weights if flops is None else flops

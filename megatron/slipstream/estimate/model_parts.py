@@ -53,7 +53,6 @@ class Experts:
     num_experts: int
     topk: int
     ffn_hidden_size: int
-    """Width of each expert."""
     shared_ffn_hidden_size: int = 0
     """Width of all shared experts together; 0 without shared experts."""
     num_groups: Optional[int] = None
@@ -106,7 +105,6 @@ class Parallelism:
 
     @property
     def num_gpus(self) -> int:
-        """Ranks of the training."""
         return self.tp * self.cp * self.pp * self.dp
 
 

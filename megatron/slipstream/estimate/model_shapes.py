@@ -38,11 +38,8 @@ class Chunk(NamedTuple):
     pp_rank: int
     vp_stage: int
     layers: tuple[int, ...]
-    """Indices of its layers in the model, from 0."""
     is_first: bool
-    """Whether it holds the embedding."""
     is_last: bool
-    """Whether it holds the output layer."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,6 @@ class ModelShape:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes per activation element."""
         return BYTES_OF[self.precision]
 
     @property
@@ -146,7 +142,6 @@ class ModelShape:
 
     @property
     def heads(self) -> int:
-        """Query heads on a rank."""
         return self.num_attention_heads // self.parallelism.tp
 
     @property
@@ -194,7 +189,6 @@ class ModelShape:
         return self.attention_backend != "local"
 
     def kind_of(self, layer: int) -> LayerKind:
-        """Return what a layer consists of."""
         if self.layer_kinds:
             return self.layer_kinds[layer]
         return "*-" if self.experts is None else "*E"
@@ -223,7 +217,6 @@ class ModelShape:
         return self.with_setting(NOTHING)
 
     def setting_of(self, layer: int) -> LayerSetting:
-        """Return what backward recomputes of a layer."""
         if self.kind_of(layer) == "/":
             return NOTHING
         return self.layer_settings[layer] if self.layer_settings else self.recompute_modules
@@ -236,7 +229,6 @@ class ModelShape:
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """All model chunks, in layer order."""
         pp, num_stages = self.parallelism.pp, self.parallelism.vpp or 1
         found = []
         first = 0
@@ -252,7 +244,6 @@ class ModelShape:
         return tuple(found)
 
     def chunks_of(self, pp_rank: int) -> tuple[Chunk, ...]:
-        """Return the chunks of a pipeline rank, by virtual stage."""
         return tuple(chunk for chunk in self.chunks if chunk.pp_rank == pp_rank)
 
     @property

@@ -20,12 +20,10 @@ class NumParameters(NamedTuple):
     """Parameters on one rank."""
 
     dense: int
-    """Parameters outside of experts."""
     experts: int
 
     @property
     def total(self) -> int:
-        """All parameters."""
         return self.dense + self.experts
 
 

@@ -51,7 +51,6 @@ class RankPlan:
 
     @property
     def peaks(self) -> Optional[tuple[int, int]]:
-        """The device peak without and with the plan."""
         return None if self.simulation is None else self.simulation.peak_bytes
 
     @property

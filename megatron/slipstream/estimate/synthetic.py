@@ -72,7 +72,6 @@ class Workplan:
 
     @cached_property
     def schedules(self) -> tuple[Schedule, ...]:
-        """The schedule of every pipeline rank."""
         par = self.shape.parallelism
         return tuple(
             rank_schedule(par.pp, rank, self.num_micro_batches, par.vpp, par.group_size)
@@ -235,7 +234,6 @@ class _Marker:
         return group_of
 
     def forward(self, stretches: Iterable[Stretch]) -> Iterator[Event]:
-        """Yield the work of forward, and the marks of groups and of the output layer."""
         output = -1  # Marks of the output layer are counted: further tokens have their own.
         for stretch in stretches:
             groups = self._group_of.get(stretch.layer, {})

@@ -16,7 +16,6 @@ class Words(NamedTuple):
     """A training command, split into its parts."""
 
     flags: tuple[str, ...]
-    """Flags of the training script."""
     ranks_per_host: Optional[int] = None
     """Processes per host passed to the launcher; None if not given."""
     num_hosts: int = 1

@@ -32,7 +32,6 @@ class Configured:
     shape: ModelShape
     modules: tuple[str, ...]
     num_micro_batches: int
-    """Number of micro-batches per iteration."""
     min_numel: int = DEFAULT_MIN_NUMEL
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     """How groups are chosen and timed."""

@@ -58,7 +58,6 @@ class Parts(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
         return sum(self)
 
     @property
@@ -126,7 +125,6 @@ class PlannedRank:
 
     @cached_property
     def passes(self) -> tuple[ChunkPass, ...]:
-        """A pass through each of its chunks."""
         return self.rank.passes(self.assignment)
 
     @cached_property
@@ -143,7 +141,6 @@ class PlannedRank:
         return max(0.0, stalls_ms) / self._num_passes
 
     def usage(self, state_bytes: int) -> Usage:
-        """Return the memory that it takes."""
         device, trace = self.plan.device_bytes, self.plan.trace
         step = begin = device.index(max(device))
         while begin and trace.steps[begin].kind in _IN_HEAD:
@@ -173,7 +170,6 @@ class Iteration:
 
     @cached_property
     def usage(self) -> Usage:
-        """Its memory."""
         usages = [planned.usage(self.state_bytes[rank]) for rank, planned in self.ranks.items()]
         highest = max(usages, key=lambda usage: usage.parts.total)
         host, moved = (max(each) for each in list(zip(*usages, strict=True))[1:])
@@ -181,7 +177,6 @@ class Iteration:
 
     @cached_property
     def step_ms(self) -> float:
-        """Its time."""
         schedules = self.work.schedules
 
         def duration_ms(rank: int, item: Pass) -> float:
@@ -387,7 +382,6 @@ def _assignments(rank: RankTemplates) -> list[Assignment]:
 
 
 def _has_fit(rank: RankTemplates, limits: Limits) -> bool:
-    """Return whether any setting for each kind of layers fits."""
     judge = Judge(rank, limits, refines=False)
     anything = Score(0.0, math.inf)
     # The most frugal one first.

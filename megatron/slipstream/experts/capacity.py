@@ -21,9 +21,7 @@ class Slots(NamedTuple):
     """The slots of an exchange."""
 
     num_rows: int
-    """Number of rows that a rank sends."""
     capacity: int
-    """Number of rows of a slot."""
     num_ranks: int
 
     @classmethod

@@ -74,11 +74,9 @@ class FixedExchange:
         return _gather(slots, self.slot_of_sorted, self.sorted_of_slot)
 
     def unsort(self, rows: torch.Tensor) -> torch.Tensor:
-        """Undo :meth:`sort`."""
         return _gather(rows, self.sorted_of_slot, self.slot_of_sorted)
 
     def from_slots(self, slots: torch.Tensor) -> torch.Tensor:
-        """Undo :meth:`to_slots`."""
         return _gather(slots, self.slot_of_row, self.row_of_slot)
 
 

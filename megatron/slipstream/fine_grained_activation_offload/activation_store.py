@@ -52,13 +52,10 @@ class CaptureContext:
     """What a capture does not share with the iterations around it."""
 
     host_pool: HostPool
-    """The host memory of storages saved from now on."""
     modules: defaultdict[str, ModuleCounters] = field(
         default_factory=partial(defaultdict, ModuleCounters)
     )
-    """Counters by module name."""
     verifier: Optional[Verifier] = None
-    """Compares reloaded bytes with offloaded bytes, which blocks the host; None if off."""
 
 
 class Marks(Protocol):
@@ -149,12 +146,10 @@ class ActivationStore:
         self._note_settings()
 
     def end_capture(self) -> None:
-        """End the use of a capture's context."""
         self.begin_capture(self._outside)
 
     @property
     def host_pool(self) -> HostPool:
-        """The host buffer pool of storages saved from now on."""
         return self._context.host_pool
 
     @host_pool.setter
@@ -168,7 +163,6 @@ class ActivationStore:
 
     @property
     def modules(self) -> defaultdict[str, ModuleCounters]:
-        """This iteration's counters by module name."""
         self._add_counts()
         return self._context.modules
 
@@ -305,7 +299,6 @@ class ActivationStore:
         return returned
 
     def _find(self, memory: int) -> Optional[SavedStorage]:
-        """Return the saved storage for torch's storage object at this address."""
         known = self._by_memory.get(memory)
         return None if known is None else known()
 
@@ -455,7 +448,6 @@ class ActivationStore:
         storage.pool.free(storage.take_allocation())
 
     def copy_in_group(self, group: OffloadTensorGroup) -> None:
-        """Start reloading the group's storages that are on the host."""
         self.copy_in(group.storages())
 
     def copy_in(self, storages: Iterable[SavedStorage], late: bool = False) -> None:

@@ -35,18 +35,15 @@ class Bytes(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Bytes:
-        """Return the memory of a contiguous tensor."""
         itemsize = tensor.element_size()
         start = int(tensor.storage_offset()) * itemsize
         return cls(tensor.untyped_storage(), start, tensor.numel() * itemsize)
 
     @property
     def address(self) -> int:
-        """Address of the first byte."""
         return self.storage.data_ptr() + self.start
 
     def first(self, nbytes: int) -> Bytes:
-        """Return the first ``nbytes`` bytes."""
         return Bytes(self.storage, self.start, nbytes)
 
     def view(self) -> torch.Tensor:
@@ -99,7 +96,6 @@ class Backend(ABC):
 
     name: str
     device_type: str
-    """Device type of the tensors that the engine offloads."""
     host_slab_bytes = 1 << 20
     """The minimum size for :meth:`allocate_host`."""
     takes_time = False

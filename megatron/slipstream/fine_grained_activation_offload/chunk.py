@@ -38,7 +38,6 @@ class ChunkOffloadHandler:
         """Whether backward has reached all groups, after forward has ended."""
 
     def open_group(self, name: str) -> OffloadTensorGroup:
-        """Append a new group."""
         layer = self._num_layers.get(name, 0)
         self._num_layers[name] = layer + 1
         key = GroupKey(self.index, len(self.groups))

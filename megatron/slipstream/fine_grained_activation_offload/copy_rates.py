@@ -50,7 +50,6 @@ class CopyTime(NamedTuple):
     """Copies that ran back to back in one direction, with their times."""
 
     is_out: bool
-    """Whether they copied to the host."""
     nbytes: int
     start_ms: float
     stop_ms: float

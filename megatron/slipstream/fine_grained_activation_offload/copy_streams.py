@@ -69,7 +69,6 @@ class Signal(NamedTuple):
 
     event: Event
     stream: Hashable
-    """Id of its stream."""
     position: int
     """Increases along the stream."""
     graph: int = 0
@@ -103,7 +102,6 @@ class TimedCopies(NamedTuple):
     """Copies enqueued on a copy stream together, with events before and after them."""
 
     is_out: bool
-    """Whether they copy to the host."""
     nbytes: int
     start: Event
     """Recorded after their waits."""
@@ -124,7 +122,6 @@ class Timings:
         self.copies: list[TimedCopies] = []
 
     def clear(self) -> None:
-        """Discard all times."""
         self.stalls.clear()
         self.copies.clear()
 
@@ -176,7 +173,6 @@ class CopyStreams:
 
     @property
     def timings(self) -> Optional[Timings]:
-        """Collects the times of copies and of the compute stream's waits; None if not timed."""
         return self._timings
 
     @timings.setter
@@ -198,7 +194,6 @@ class CopyStreams:
 
     @cached_property
     def h2d(self) -> Stream:
-        """The stream of copies from the host to the device."""
         return self._backend.new_stream()
 
     @cached_property
@@ -343,7 +338,6 @@ class CopyStreams:
         self._kept[id(memory)] = memory
 
     def keep_no_longer(self, memory: torch.UntypedStorage) -> None:
-        """Undo :meth:`keep_until_finished`, since a stream waits for the copies."""
         self._kept.pop(id(memory), None)
 
     @property
@@ -410,7 +404,6 @@ class CopyStreams:
     def _end(
         self, moves: Sequence[tuple[Bytes, HostAllocation]], stream: Stream, stream_id: Hashable
     ) -> Signal:
-        """Record and return the signal after a stream's last copies."""
         signal = self._signal(stream, stream_id)
         for _, allocation in moves:
             allocation.last_use = (signal,)

@@ -47,7 +47,6 @@ class Overhead(NamedTuple):
     percent: float
     """Median over the pairs."""
     standard_error: float
-    """Standard error of the median."""
 
 
 class CostTrial:
@@ -62,7 +61,6 @@ class CostTrial:
         self._off_ms: Optional[float] = None
 
     def note_without(self, ms: float) -> None:
-        """Record the time of an iteration without the engine."""
         self._off_ms = ms
 
     def note_with(self, ms: Optional[float]) -> None:

@@ -31,7 +31,6 @@ class CountedModules:
         self.late_groups = late_groups or {}
 
     def by_name(self) -> dict[str, ModuleCounters]:
-        """Return the counters by module name."""
         if self.in_cpp is not None:
             add_counters(self.in_cpp, self._modules)
             self.in_cpp = None
@@ -43,7 +42,6 @@ class ReplayedGraph:
     """What one replay of a graph moves, and how often it has been replayed."""
 
     modules: Mapping[str, ModuleCounters]
-    """Counters for one replay of its forward and backward, by module name."""
     num_replays: int = 0
     """Replays in the running iteration."""
 
@@ -58,7 +56,6 @@ class Replays(NamedTuple):
     """Replays of a graph in an iteration."""
 
     modules: Mapping[str, ModuleCounters]
-    """Counters for one replay, by module name."""
     number: int
 
 
@@ -67,7 +64,6 @@ class ReplayedPass(ReplayedGraph):
     """A pass replayed by whole-chunk graphs: its marks do not reach an engine."""
 
     plan: Plan = field(kw_only=True)
-    """The plan that its graphs follow."""
     host_bytes: int = field(kw_only=True)
     """Host memory that only these graphs use."""
 

@@ -110,7 +110,6 @@ class OffloadEngine:
 
     @property
     def report(self) -> RankReport:
-        """Statistics of the last complete iteration."""
         return self._report_builder.build()
 
     @property
@@ -132,7 +131,6 @@ class OffloadEngine:
 
     @property
     def options(self) -> PolicyOptions:
-        """The planning options."""
         return self.lifecycle.planner.options
 
     @property
@@ -206,7 +204,6 @@ class OffloadEngine:
                 self.store.call_before(tensor, partial(self.end_group, group))
 
     def start_group(self, name: str) -> None:
-        """Start a group called ``name``; its operations follow in the region entered next."""
         if self.graphs.is_open and not self.do_offload:
             self.graphs.note_warmup(name)
         now = self.now
@@ -228,13 +225,11 @@ class OffloadEngine:
         return None if group is None or self._stays(group) else group
 
     def enter(self) -> None:
-        """Enter the region of the last started group: tensors saved inside belong to it."""
         is_in_python = self.now.started is not None
         if is_in_python or not self._marks.enter(self, self.regions.flag):
             self.regions.enter(self.take_started(), self)
 
     def leave(self) -> None:
-        """Leave the region."""
         if not self._marks.leave(self.regions.flag):
             self.regions.leave()
 
@@ -252,7 +247,6 @@ class OffloadEngine:
         return any(chunk.awaits_backward for chunk in self.now.passes)
 
     def end_iteration(self) -> None:
-        """End an iteration, once all its passes have been issued, with or without backward."""
         now, life, builder = self.now, self.lifecycle, self._report_builder
         now.leave_pass()
         if now.num_steps > 0:
@@ -310,7 +304,6 @@ class OffloadEngine:
         self.lifecycle.next = None
 
     def finish_report(self) -> None:
-        """Add the times of iterations that the device has finished to the report."""
         self._report_builder.finish(self.wanted_modules)
 
     def close(self) -> None:

@@ -156,12 +156,10 @@ class GraphCaptures:
 
     @property
     def pools(self) -> list[HostPool]:
-        """The host memory pools of the graphs, one per set."""
         return list(self._pools.values())
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of all graphs."""
         return sum(pool.allocated_bytes for pool in self._pools.values())
 
     @property
@@ -175,7 +173,6 @@ class GraphCaptures:
         )
 
     def note_replay(self, graph: GraphId) -> None:
-        """Count a replay of a layer's graph."""
         if graph in self.of_layers:
             self.of_layers[graph].num_replays += 1
 
@@ -237,11 +234,9 @@ class GraphCaptures:
         return _Set(vp_stage, micro_batch % self._num_sets[vp_stage])
 
     def note_warmup(self, name: str) -> None:
-        """Record that a group called ``name`` ran in a layer's warm-up."""
         self._names.add(name)
 
     def close(self) -> None:
-        """Finish the capture of the set of graphs."""
         if not self.is_open:
             return
         self.is_open = False
@@ -270,7 +265,6 @@ class GraphCaptures:
         hold(self._pools[self._set], self._needed_bytes())
 
     def _needed_bytes(self) -> int:
-        """Return the host bytes that the set's captured groups use at once, in whole buffers."""
         if self._plan is None:
             return 0
         moved = _moved_bytes(self._plan, self._names)
@@ -323,7 +317,6 @@ class GraphCaptures:
                 self._store.copy_in(group.storages())
 
     def end_backward(self, let_others_go_on: Callable[[], None]) -> None:
-        """End the capture of the layer's backward graph."""
         layer = self.layer
         assert layer is not None
         let_others_go_on()
@@ -467,7 +460,6 @@ class _Moved(NamedTuple):
     position: int
     """Position of the storage in its group."""
     nbytes: int
-    """Size in whole buffers."""
     storage: StoragePlan
 
 

@@ -85,12 +85,10 @@ class OffloadTensorGroup:
         return [reference() for reference in self._storages]
 
     def storages(self) -> list[SavedStorage]:
-        """Return the storages that are still alive."""
         return [storage for storage in self.storages_or_none() if storage is not None]
 
     @property
     def is_alive(self) -> bool:
-        """Whether any of the storages is still alive."""
         return any(reference() is not None for reference in self._storages)
 
 

@@ -118,7 +118,6 @@ class InUse(NamedTuple):
     start: int
     stop: int
     nbytes: int
-    """Requested bytes."""
 
 
 class HostUsage:
@@ -145,7 +144,6 @@ class HostUsage:
                 self.high_water_requested = self.requested
 
     def remove(self, size: int, nbytes: int) -> None:
-        """Subtract a buffer that is no longer in use."""
         self.in_use -= size
         self.requested -= nbytes
 
@@ -212,7 +210,6 @@ class Layout:
         return id(allocation) in self._in_use
 
     def free(self, allocation: HostAllocation) -> None:
-        """Free a buffer from :meth:`allocate`."""
         in_use = self._in_use.pop(id(allocation))
         self._note_last_use(allocation.last_use)
         self._usage.remove(in_use.stop - in_use.start, in_use.nbytes)
@@ -224,12 +221,10 @@ class Layout:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no buffer is in use."""
         return not self._in_use
 
     @property
     def has_lost(self) -> bool:
-        """Whether buffers are in use that no storage holds."""
         return any(item.allocation.is_lost for item in self._in_use.values())
 
     def free_lost(self) -> None:
@@ -298,12 +293,10 @@ class HostPool:
 
     @property
     def num_slabs(self) -> int:
-        """Number of slabs in the pool; constant in steady state."""
         return len(self._slabs)
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes of the buffers in use now."""
         return int(self._usage.in_use)
 
     @property
@@ -318,7 +311,6 @@ class HostPool:
 
     @property
     def high_water_bytes(self) -> int:
-        """Peak bytes in use."""
         return int(self._usage.high_water)
 
     @property
@@ -430,7 +422,6 @@ class HostPool:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no buffer is in use."""
         # An interrupt may have come between a buffer and its count.
         is_unused = not (self._usage.in_use or self._in_use)
         return is_unused and (self.layout is None or self.layout.is_idle)

@@ -26,7 +26,6 @@ class Iteration:
     """
 
     has_begun: bool = False
-    """Whether forward has entered a model chunk."""
     num_entered: int = 0
     """Number of times that forward has entered a model chunk, with or without the engine."""
     trial: Optional[TrialIteration] = None
@@ -44,15 +43,12 @@ class Iteration:
     """Whether it departed from its plan after marks were left out, so that no plan can be built
     from it: [Note: Silent groups] in ``plan_executor``."""
     passes: list[ChunkOffloadHandler] = field(default_factory=list)
-    """Passes in the order in which forward began them."""
     chunk: Optional[ChunkOffloadHandler] = None
-    """The current forward pass; None outside training passes."""
     started: Optional[OffloadTensorGroup] = None
     """A started group whose region is not yet entered."""
 
     @property
     def num_steps(self) -> int:
-        """Number of steps so far."""
         return self._num_steps if self.native is None else int(self.native.num_steps)
 
     def count_step(self) -> int:
@@ -61,13 +57,11 @@ class Iteration:
         return self._num_steps - 1
 
     def go_on_in_python(self) -> None:
-        """Perform the remaining steps in Python."""
         if self.native is not None:
             self.native.end()
             self._num_steps, self.native = self.native.num_steps, None
 
     def begin_pass(self, chunk: ChunkOffloadHandler) -> None:
-        """Begin a forward pass."""
         self.chunk = chunk
         self.passes.append(chunk)
         if self.native is not None:
@@ -81,7 +75,6 @@ class Iteration:
 
     @property
     def plan(self) -> Optional[Plan]:
-        """The plan being followed; None if no plan matches."""
         return None if self.entry is None else self.entry.plan
 
     @property
@@ -90,7 +83,6 @@ class Iteration:
         return {group.key: group for chunk in self.passes for group in chunk.groups}
 
     def find(self, key: GroupKey) -> Optional[OffloadTensorGroup]:
-        """Return the group with that key; None if it has not started."""
         if key.chunk_pass >= len(self.passes):
             return None
         return self.passes[key.chunk_pass].find(key.group)

@@ -73,7 +73,6 @@ class NativeStore(ActivationStore):
         self.saved_type = module.SavedTensor
 
     def end_iteration(self) -> CountedModules:
-        """Reset the counters. Return their values."""
         counted = super().end_iteration()
         counted.in_cpp = self.native.take_counters()
         return counted
@@ -91,7 +90,6 @@ class NativeStore(ActivationStore):
     def make_pass(
         self, index: int, vp_stage: int, min_numel: int, micro_batch: int
     ) -> ChunkOffloadHandler:
-        """Create a pass; takes the arguments of ``ChunkOffloadHandler``."""
         made: ChunkOffloadHandler = self.native.make_pass(index, vp_stage, min_numel, micro_batch)
         return made
 
@@ -121,14 +119,12 @@ class NativeStore(ActivationStore):
     # Marks in the autograd graph.
 
     def mark(self, tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
-        """Return ``tensor`` with a graph node that calls ``come`` when backward reaches it."""
         if type(tensor) is not torch.Tensor:
             return super().mark(tensor, come)
         marked: torch.Tensor = self._module.mark(tensor, come)
         return marked
 
     def call_before(self, tensor: torch.Tensor, come: Callable[..., object]) -> None:
-        """Call ``come`` when backward reaches the operation that computed ``tensor``."""
         self._module.call_before(tensor, come)
 
     # Saved-tensor hooks.
@@ -136,16 +132,13 @@ class NativeStore(ActivationStore):
     def hooks(
         self, group: OffloadTensorGroup, reader: Any
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Return autograd's hooks for a region of ``group``; see ``ActivationStore``."""
         hooks: tuple[Any, Any] = self.native.hooks(group, reader)
         return hooks
 
     def is_own_hook(self, pack: Any) -> bool:
-        """Return whether this is an engine's pack hook."""
         return type(pack) is self._module.PackHook or super().is_own_hook(pack)
 
     def pack(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
-        """Autograd's pack hook."""
         return self.native.pack(group, tensor)
 
     def _find(self, memory: int) -> Optional[SavedStorage]:
@@ -155,7 +148,6 @@ class NativeStore(ActivationStore):
     # Moves, in the compute stream's order.
 
     def commit(self, group: OffloadTensorGroup) -> None:
-        """Fix which bytes of the group's storages would move, once it has saved everything."""
         self.native.commit(group)
 
     def copy_out(
@@ -165,7 +157,6 @@ class NativeStore(ActivationStore):
         kept: Container[int] = (),
         numbers: Optional[Sequence[int]] = None,
     ) -> None:
-        """Start offloading the group's storages; see ``ActivationStore``."""
         layout = None if numbers is None else self.host_pool.layout
         if (
             may_move is not None
@@ -175,11 +166,9 @@ class NativeStore(ActivationStore):
             super().copy_out(group, may_move, kept, numbers)
 
     def release(self, group: OffloadTensorGroup) -> None:
-        """Release the group's storages; the last holder's release frees the memory."""
         if self._recorder.reads_memory or not self.native.release(group):
             super().release(group)
 
     def copy_in_group(self, group: OffloadTensorGroup) -> None:
-        """Start reloading the group's storages that are on the host."""
         if self._recorder.reads_memory or not self.native.copy_in(group):
             super().copy_in_group(group)

@@ -51,7 +51,6 @@ class IterationProbe:
             self.memory.begin_step()
 
     def end_step(self) -> None:
-        """End a step: call when the actions of the mark are done."""
         if self.memory is not None:
             self.memory.end_step()
 
@@ -72,7 +71,6 @@ class Phase(enum.Enum):
 
     @property
     def is_last(self) -> bool:
-        """Whether this phase is final."""
         return self is Phase.SETTLED or self is Phase.DECLINED
 
 
@@ -118,7 +116,6 @@ class PlanEntry:
     earlier: tuple[tuple[int, float], ...] = ()
     """For each earlier plan: moving groups, and the time of an iteration excluding stalls."""
     trial: Optional[CostTrial] = None
-    """The running trial, if any."""
     num_trials: int = 0
     """Number of trials of this plan and earlier ones."""
     tried: Optional[Overhead] = None
@@ -137,7 +134,6 @@ class PlanEntry:
     """Number of times that forward enters a model chunk, also in iterations without marks."""
 
     def renew(self, plan: Plan) -> None:
-        """Replace the plan, dropping the measurements of the former one."""
         renewed = PlanEntry(plan, self.key, num_passes=self.num_passes)
         renewed.followed_by = self.followed_by
         vars(self).update(vars(renewed))
@@ -170,12 +166,10 @@ class PlanEntry:
 
     @property
     def latest_times(self) -> Optional[Times]:
-        """The times of the last timed iteration, if any."""
         return self.times[-1] if self.times else None
 
     @property
     def num_moving(self) -> int:
-        """Number of moving groups."""
         return sum(group.moves for group in self.plan.groups)
 
     @property
@@ -197,9 +191,7 @@ class TrialIteration(NamedTuple):
 
     entry: PlanEntry
     plan: Plan
-    """The plan of the entry then."""
     is_left_out: bool
-    """Whether it runs without the engine."""
     start: Event
 
 
@@ -228,7 +220,6 @@ class PlanCache:
         return self._entries.get(entry.key) is entry
 
     def clear(self) -> None:
-        """Drop all plans."""
         self._entries.clear()
         self._last = None
         self._departed.clear()
@@ -260,11 +251,9 @@ class PlanCache:
         self._departed.add(self.assignment)
 
     def plans(self) -> list[Plan]:
-        """Return all plans in the cache."""
         return [entry.plan for entry in self._entries.values()]
 
     def find(self, steps: StepsKey) -> Optional[PlanEntry]:
-        """Return the entry for these steps, if any."""
         return self._entries.get(steps)
 
     def newest(self) -> Optional[PlanEntry]:

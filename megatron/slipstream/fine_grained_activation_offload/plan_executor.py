@@ -85,7 +85,6 @@ class PlanExecutor:
             probe.end_step()
 
     def follow_in_python(self, now: Iteration) -> None:
-        """Perform the iteration's remaining steps in Python."""
         if now.native is not None and now.native.leaves_out_marks:
             self.leave_plan(now, now.num_steps)
             self._planner.plans.note_departure()
@@ -105,7 +104,6 @@ class PlanExecutor:
         self._fallback.adopt(filter(None, map(now.find, commits)))
 
     def stop_measuring(self, now: Iteration) -> None:
-        """Stop measuring this iteration."""
         if now.probe is not None:
             now.probe = self.store.copy_streams.timings = None
 
@@ -157,7 +155,6 @@ class PlanExecutor:
         self._recorder.end_step()
 
     def perform(self, now: Iteration, action: Action) -> None:
-        """Perform an action of the current plan, if possible."""
         plan = now.plan
         assert plan is not None
         group = now.find(action.key)
@@ -205,7 +202,6 @@ class Fallback:
         self._waiting.extend(g for g in committed if g.state is GroupState.COMMITTED)
 
     def clear(self) -> None:
-        """Drop all state at the end of an iteration."""
         self._waiting.clear()
 
     def come_to_group(
@@ -215,7 +211,6 @@ class Fallback:
         chunk: ChunkOffloadHandler,
         options: PolicyOptions,
     ) -> None:
-        """Move groups at a mark of a group in the pass ``chunk``."""
         if kind is StepKind.FORWARD_COMMIT:
             self._store.copy_out(group, self._may_move)
             self._waiting.append(group)

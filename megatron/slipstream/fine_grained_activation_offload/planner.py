@@ -133,7 +133,6 @@ class Planner:
         return self._bandwidth
 
     def peak_drop(self, plan: Plan) -> PeakDrop:
-        """Return how much a plan lowers the device peak."""
         resident_bytes = self.resident_gradient_bytes
         gradients = self._store.backend.gradients
         if resident_bytes is None and gradients is not None:
@@ -141,7 +140,6 @@ class Planner:
         return peak_drop(plan, resident_bytes or 0)
 
     def report_plan(self, entry: PlanEntry) -> None:
-        """Write a plan and its measurements into the report."""
         report, plan = self._report, entry.plan
         report.plan, report.options, report.notes = render_plan(plan), plan.options, [*plan.notes]
         drop = self.peak_drop(plan)

@@ -91,7 +91,6 @@ class MemoryReader:
         self._begin_interval()
 
     def begin_step(self) -> None:
-        """Call when the host reaches a mark, and once at the end."""
         if len(self._peaks) < len(self._allocated):
             reading = self._backend.memory()
             if reading is not None:
@@ -101,7 +100,6 @@ class MemoryReader:
                 self._begin_interval()
 
     def end_step(self) -> None:
-        """Call when the actions of the mark are done."""
         reading = self._backend.memory()
         if reading is not None:
             if not self._allocated and self._backend.gradients is not None:
@@ -205,7 +203,6 @@ class Recorder:
         """Storages whose memory was released but is not yet freed, by serial number."""
 
     def add_step(self, step: Step) -> None:
-        """Record a mark."""
         if self.reads_memory:
             if self.observer is not None:
                 self.observer.before_mark()

@@ -58,7 +58,6 @@ class Regions:
             setattr(flag.owner, flag.name, True)
 
     def leave(self) -> None:
-        """Leave the region entered last."""
         before = self.entered[-1]
         if before is not None:
             torch._C._autograd._pop_saved_tensors_default_hooks()

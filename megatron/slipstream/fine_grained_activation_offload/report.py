@@ -193,7 +193,6 @@ class RankReport:
 
     @property
     def total(self) -> ModuleCounters:
-        """The sum over modules."""
         total = ModuleCounters()
         for counters in self.modules.values():
             total.add(asdict(counters))
@@ -201,17 +200,14 @@ class RankReport:
 
     @property
     def d2h_bytes(self) -> int:
-        """Bytes copied out in an iteration."""
         return self.total.d2h_bytes
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of device memory freed during an iteration."""
         return self.total.freed_bytes
 
     @property
     def peak_drop_bytes(self) -> int:
-        """Drop in an iteration's device peak, in bytes."""
         return self.total.peak_drop_bytes
 
 

@@ -73,7 +73,6 @@ class ReportBuilder:
         self._ended_at = now
 
     def build(self) -> RankReport:
-        """Return the report of the last complete iteration."""
         report, pool, plan = self._report, self._store.host_pool, self._lifecycle.last_plan
         if self.counted is not None:
             report.modules = self.counted.by_name()

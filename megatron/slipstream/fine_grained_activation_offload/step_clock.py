@@ -50,12 +50,10 @@ class Times(NamedTuple):
 
     @property
     def own_ms(self) -> float:
-        """Total time excluding the waits."""
         return sum(self.step_ms)
 
     @property
     def total_ms(self) -> float:
-        """Total time from the first step to the end."""
         return self.own_ms + sum(self.stall_ms)
 
 

@@ -64,7 +64,6 @@ class GroupLabel(NamedTuple):
         return f"{self.key}.{self.name}"
 
     def describe(self) -> str:
-        """Describe the group for error messages."""
         return (
             f"{self.name} of layer {self.layer} (of this model chunk, {self.vp_stage}) in "
             f"micro-batch {self.micro_batch}"
@@ -264,7 +263,6 @@ class SavedStorage:
         return self.aliases[index][0]
 
     def source_bytes(self) -> Bytes:
-        """Return the bytes to offload."""
         return Bytes(self.aliases[0][0].untyped_storage(), self.start, self.nbytes)
 
     def bytes_to_copy(self) -> Optional[Bytes]:
@@ -338,7 +336,6 @@ class SavedStorage:
         return torch.UntypedStorage._new_with_weak_ptr(self._original.cdata)
 
     def own(self, allocation: HostAllocation) -> None:
-        """Hold a host buffer from now on."""
         allocation.owner = weakref.ref(self)
         self.allocation = allocation
 
@@ -352,7 +349,6 @@ class SavedStorage:
         return self.allocation
 
     def take_allocation(self) -> HostAllocation:
-        """Hand over the host buffer."""
         allocation, self.allocation = self.allocation, None
         if allocation is None:
             raise RuntimeError(
@@ -361,7 +357,6 @@ class SavedStorage:
         return allocation
 
     def shape_of(self, index: int) -> torch.Size:
-        """Return the shape of a saved view."""
         return self._views[index][1] if self._views else self.aliases[index][0].shape
 
     def view_returned(self, index: int) -> torch.Tensor:

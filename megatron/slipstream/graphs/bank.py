@@ -54,7 +54,6 @@ class CpSizes:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """All sizes that a micro-batch may have."""
         return (ONE_SIZE,)
 
     def size_of(self, arguments: Mapping[str, Any]) -> int:

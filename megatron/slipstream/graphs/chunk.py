@@ -90,7 +90,6 @@ class CaptureParameters:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Make the module use these parameters inside the context."""
         try:
             for place, name, parameter in self._own:
                 place[name] = self._others[parameter]

@@ -55,7 +55,6 @@ class CaptureFigures:
     seconds: float
 
     def render(self) -> str:
-        """Return the figures as one line of text."""
         return (
             f"{self.num_slots} slots of {format_bytes(self.slot_bytes)} "
             f"(predicted {format_bytes(self.predicted_slot_bytes)}) in {self.seconds:.1f} s"

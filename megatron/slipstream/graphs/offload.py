@@ -55,7 +55,6 @@ class PlannedPass:
     """A pass of a chunk while it is planned."""
 
     engine: OffloadEngine
-    """Records and plans it."""
     run: Callable[[], None]
     """Runs it as planned so far."""
     make_slot: Callable[..., SlotOffloading]
@@ -137,7 +136,6 @@ class ChunkOffloading:
             engine.close()
 
     def make_slot(self, memory: SlotMemory, is_eager: bool = False) -> SlotOffloading:
-        """Return contexts for the capture of a slot, which replays enter again if ``is_eager``."""
         slot = self._slot(self._plan, memory, num_verified=self._num_verified if is_eager else 0)
         self._slots.append(slot)
         self.host_bytes += slot.added_host_bytes
@@ -222,7 +220,6 @@ class SlotOffloading:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Context of the forward pass, at whose end all moving groups are offloaded."""
         if self._plan is None:
             yield
             return
@@ -239,7 +236,6 @@ class SlotOffloading:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Context of the backward pass."""
         if self._plan is None:
             yield
             return
@@ -285,7 +281,6 @@ class SlotOffloading:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the slot's memory."""
         return self._engine.store.host_pool.allocated_bytes
 
 

@@ -212,7 +212,6 @@ class SlotAllocation:
             )
 
     def end(self) -> None:
-        """Free the memory."""
         if self._memory is not None:
             self._memory.is_free = True
             self._memory = None
@@ -229,12 +228,10 @@ class SlotMemories(tuple[SlotMemory, ...]):
 
     @classmethod
     def of(cls, backend: GraphBackend, count: int) -> SlotMemories:
-        """Create ``count`` memories for graphs of this backend."""
         return cls(SlotMemory(backend.new_pool(), backend.new_tail()) for _ in range(count))
 
     @property
     def num_in_flight(self) -> int:
-        """The number of micro-batches that use a memory."""
         return sum(not memory.is_free for memory in self)
 
     def take(self, name: str, preferred: int = 0) -> Optional[tuple[int, SlotAllocation]]:

@@ -27,7 +27,6 @@ class TensorFacts(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorFacts:
-        """Return the properties of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
 
     def __str__(self) -> str:

@@ -72,7 +72,6 @@ class Rule(NamedTuple):
     requires: Predicate = _never
 
     def found(self, **values: object) -> Finding:
-        """Return the finding, with its values filled in."""
         return Finding(
             self.severity, self.message.format(**values), self.cure.format(**values), self.name
         )

@@ -180,7 +180,6 @@ class PackIndex:
         return self.pack(sample)
 
     def pack(self, number: int) -> Pack:
-        """Return the pieces of a pack."""
         begin = self.ends[number - 1] if number else 0
         return [Piece(*row) for row in self.pieces[begin : self.ends[number]].tolist()]
 
@@ -190,7 +189,6 @@ class PackIndex:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of all pieces."""
         return int(self.pieces[:, 2].sum(dtype=np.int64))
 
     def part_with(self, num_pieces: int) -> float:

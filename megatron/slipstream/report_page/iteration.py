@@ -62,12 +62,10 @@ class Iteration:
 
     @property
     def unit(self) -> Literal["ms", "marks"]:
-        """Unit of all times."""
         return "ms" if self.is_predicted else "marks"
 
     @cached_property
     def compute(self) -> tuple[Span, ...]:
-        """One bar for each step."""
         return self._bars(Queue.COMPUTE)
 
     @cached_property
@@ -93,7 +91,6 @@ class Iteration:
 
     @cached_property
     def total(self) -> float:
-        """The end of the last bar; above 0."""
         ends = (bar.end_ms for lane in self.lanes for bar in (*lane.bars, *lane.waits))
         return max([*ends, 1e-6])
 

@@ -50,7 +50,6 @@ class DeviceMemoryMeter(TorchDispatchMode):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes currently live."""
         return self._allocated_bytes
 
     @property
@@ -59,7 +58,6 @@ class DeviceMemoryMeter(TorchDispatchMode):
         return self._peak_bytes
 
     def reset_peak(self) -> None:
-        """Reset the peak to the bytes currently live."""
         self._peak_bytes = self._allocated_bytes
 
     def note_size(self, storage: torch.UntypedStorage) -> None:

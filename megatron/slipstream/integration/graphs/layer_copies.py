@@ -84,7 +84,6 @@ class LayerCopies:
         return _mark_backward(outputs, manager, graphed, record)
 
     def note_replay(self, layer: Any) -> None:
-        """Count a replay of the layer's graph."""
         manager = self.engine_of(layer)
         if manager is None:
             return

@@ -66,7 +66,6 @@ class GraphedMixin(torch.nn.Module):
 
     @learns_arguments
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """Run the layer's own forward."""
         return super().forward(*arguments, **options)
 
     @needs_free_graphs

@@ -114,20 +114,16 @@ class PackedLayers:
 
     @property
     def own_layers(self) -> list[Any]:
-        """The layers of the chunk that belong to this object."""
         return [layer for layer in self.model.decoder.layers if packed_of(layer) is self]
 
     @property
     def is_captured(self) -> bool:
-        """Whether graphs are captured."""
         return bool(self._graphs)
 
     def has_learned(self, layer: torch.nn.Module) -> bool:
-        """Whether a layer has run with packed sequences."""
         return layer in self._learned
 
     def learn(self, layer: Any, *arguments: Any, **options: Any) -> None:
-        """Store a layer's arguments from an eager iteration."""
         if options.get("packed_seq_params") is None or layer in self._learned:
             return
         self._hidden = TensorFacts.of(arguments[0] if arguments else options["hidden_states"])
@@ -210,7 +206,6 @@ class PackedLayers:
         self._graphs[size] = of_layers
 
     def end_capture(self) -> None:
-        """Assign the layers their graphs."""
         self._static_hidden.clear()  # Transformer Engine's functions keep them alive.
         for layer in self._layers:
             layer.cuda_graphs = self._graphs[self.size][layer]

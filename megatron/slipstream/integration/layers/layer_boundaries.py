@@ -66,7 +66,6 @@ class LayerBoundaries:
             ]
 
     def stop(self) -> None:
-        """Remove all hooks."""
         while self._undo:
             self._undo.pop()()
 
@@ -82,14 +81,12 @@ class LayerBoundaries:
             self._engine.store.backend.begin_peak(PEAK)
 
     def end(self) -> None:
-        """End it: all its passes have been issued."""
         if self.is_on:
             self.come_to(Place.END)
         self.is_on = False
         self._engine.recorder.observer = None
 
     def come_to(self, place: Place, chunk: int = -1, layer: int = -1) -> None:
-        """Cut the iteration here."""
         if not self.is_on:
             return
         engine, backend = self._engine, self._engine.store.backend
@@ -164,7 +161,6 @@ class LayerBoundaries:
         return max(0, self._found[-1].nbytes - self._found[0].nbytes) if self._found else 0
 
     def without_times(self) -> list[Boundary]:
-        """Return the boundaries of the last iteration without their times."""
         return list(self._found)
 
     def movable_bytes(self, trace: Trace) -> list[int]:

@@ -179,7 +179,6 @@ class _State:
         """Restores the class of the layer; None unless it is recomputed by this module."""
 
     def take(self, options: LayerOptions, setting: LayerSetting) -> None:
-        """Set the attributes and the class of the layer for ``setting``."""
         for decision, owner in decisions_of(options.layer):
             as_built = setting == self.minimum or decision.part in options.refused
             is_set = self._built_with[decision] if as_built else decision.part in setting

@@ -63,7 +63,6 @@ class PackedDatasetConfig(GPTDatasetConfig):
         self.packing = json.dumps([dataclasses.asdict(plan) for plan in plans])
 
     def plan(self, split: Split) -> PackingPlan:
-        """Return the packing plan of a split."""
         plan = self.train_plan if split is Split.train else self.evaluation_plan
         assert plan is not None
         return plan
@@ -277,7 +276,6 @@ class Stage(NamedTuple):
 
     @classmethod
     def of(cls, model: torch.nn.Module, args: Any) -> Stage:
-        """Return the stage of a wrapped model chunk."""
         vp_stage = get_attr_wrapped_model(model, "vp_stage")
         is_first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         is_last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)

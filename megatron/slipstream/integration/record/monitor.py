@@ -42,7 +42,6 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     """
 
     num_iterations: int
-    """Number of the run's last iteration."""
     iteration: Callable[[], int]
     """Returns the number of the current iteration, from 1; a resumed run starts higher."""
     shows: bool

@@ -37,7 +37,6 @@ class Gradients:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
 
     def end(self) -> None:
-        """Undo :meth:`begin`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

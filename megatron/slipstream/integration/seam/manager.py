@@ -41,27 +41,22 @@ class PipelineOffloadManager:
 
     @property
     def report(self) -> RankReport:
-        """Statistics of the last complete iteration."""
         return self.engine.report
 
     @property
     def plan(self) -> Optional[Plan]:
-        """The plan being followed, or else that of the last iteration; None if there is none."""
         return self.engine.plan
 
     @property
     def options(self) -> PolicyOptions:
-        """The planning options."""
         return self.engine.options
 
     @property
     def store(self) -> ActivationStore:
-        """The saved activations."""
         return self.engine.store
 
     @property
     def graphs(self) -> GraphCaptures:
-        """The CUDA graph captures."""
         return self.engine.graphs
 
     @property
@@ -70,11 +65,9 @@ class PipelineOffloadManager:
         return self.engine.lifecycle.is_settled
 
     def finish_report(self) -> None:
-        """Add the times of iterations that the device has finished to the report."""
         self.engine.finish_report()
 
     def close(self) -> None:
-        """Free the host memory. Saved tensors cannot be read afterwards."""
         self.engine.close()
 
     # megatron-core's contract.
@@ -103,7 +96,6 @@ class PipelineOffloadManager:
 
     @property
     def h2d_stream(self) -> Stream:
-        """The stream of copies to the device."""
         return self.store.copy_streams.h2d
 
     @property
@@ -127,7 +119,6 @@ class PipelineOffloadManager:
 
     @property
     def offload_summary_total_bytes(self) -> int:
-        """The reduction of the device peak by the latest plan in bytes."""
         return sum(self.offload_summary_bytes.values())
 
     # Passes and iterations.
@@ -190,7 +181,6 @@ class PipelineOffloadManager:
         self.do_offload = False
 
     def enable_offload(self) -> None:
-        """Undo :meth:`disable_offload`."""
         self.do_offload = True
 
     # Groups.
@@ -200,7 +190,6 @@ class PipelineOffloadManager:
         self.engine.start_group(name)
 
     def start_on(self, tensor: torch.Tensor, name: str) -> None:
-        """Start a group called ``name``, whose input is ``tensor``."""
         self.engine.start(tensor, name)
 
     def cur_forward_chunk(self) -> Optional[CommitMark]:
@@ -228,7 +217,6 @@ class PipelineOffloadManager:
         return self.store.mark(tensor, partial(mark.on_group_commit_backward, name))
 
     def __enter__(self) -> PipelineOffloadManager:
-        """Enter the region of the last started group: tensors saved inside belong to it."""
         self.engine.enter()
         return self
 
@@ -236,7 +224,6 @@ class PipelineOffloadManager:
         self.engine.leave()
 
     def mark_not_offload(self, tensor: Optional[torch.Tensor]) -> None:
-        """Keep ``tensor`` on the device, whichever group saves it."""
         if tensor is not None:
             tensor._do_not_offload = True  # type: ignore[attr-defined]
 
@@ -252,7 +239,6 @@ class PipelineOffloadManager:
         self.engine.delayed.append(partial(group_hook, name, forced_released_tensors))
 
     def flush_delayed_groups(self) -> None:
-        """Run the delayed commits, in order."""
         delayed, self.engine.delayed = self.engine.delayed, []
         for commit in delayed:
             commit()

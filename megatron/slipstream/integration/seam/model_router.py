@@ -133,7 +133,6 @@ class RoutedManager(PipelineOffloadManager):
         return super().is_settled and (self.budget is None or self.budget.is_settled)
 
     def close(self) -> None:
-        """Free the host memory, and give its share of the limit to other engines."""
         if self.budget is not None:
             self.budget.close()
         super().close()
@@ -188,7 +187,6 @@ class _Model:
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        """The chunks that still exist."""
         return [chunk for chunk in (reference() for reference in self._chunks) if chunk is not None]
 
     def can_add(self, chunk: Any) -> bool:
@@ -240,11 +238,9 @@ class Router:
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        """The chunks of all models."""
         return [chunk for model in self._models for chunk in model.chunks]
 
     def chunks_of(self, manager: RoutedManager) -> list[torch.nn.Module]:
-        """The chunks of the model that has this engine."""
         models = (model for model in self._models if model.manager is manager)
         return [chunk for model in models for chunk in model.chunks]
 
@@ -373,7 +369,6 @@ class Router:
         return [m for m in under_way if m.engine.now.num_steps != self._steps_before.get(m, 0)]
 
     def close(self) -> None:
-        """Free all host memory."""
         for manager in self.managers:
             manager.close()
         gradients = self.default.store.backend.gradients
