@@ -14,12 +14,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from compile_extensions import is_done
 from garbage import freeze
 
 from tools.shared_gpus import num_places, num_tests_per_gpu
+
+# Its audit hook makes each `id` take 1 us, in forked processes too. torch imports it later.
+with patch.object(sys, "addaudithook", lambda hook: None):
+    import filelock  # noqa: F401
 
 # Without these, two runs of the same model on a GPU differ, and Transformer Engine does not expose
 # its saved tensors. It reads both when it is imported.

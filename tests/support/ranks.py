@@ -25,6 +25,7 @@ from unittest.mock import patch
 import new_process
 import torch
 from garbage import freeze
+from torch._library import simple_registry
 
 from megatron.slipstream.launcher import free_port
 from tools.shared_gpus import take_place
@@ -85,6 +86,7 @@ def import_megatron() -> None:
     import megatron.core.models.gpt
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.pipeline_parallel
+    import state_space_layers  # noqa: F401
     from compile_extensions import load_shared_storage
     from torch._dynamo import trace_rules
 
@@ -147,8 +149,10 @@ def make_cheap() -> None:
     Imported objects are not garbage. Compiling megatron-core's small fused functions in each
     process takes a fourth of the tests' time; they are compiled with a GPU, and in commands that
     are started as from a shell. With each process group, torch would reset its compiler's caches
-    and fill them again though nothing is compiled. Megatron-core's mock data has 100,000 documents
-    of 2,000 tokens, whose shuffling takes a fifth of a small training; 1,000 are enough here.
+    and fill them again though nothing is compiled. With each operation that a meter of memory sees,
+    it would look for a rule that nobody has registered. Megatron-core's mock data has 100,000
+    documents of 2,000 tokens, whose shuffling takes a fifth of a small training; 1,000 are enough
+    here.
     """
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
@@ -156,6 +160,7 @@ def make_cheap() -> None:
     MockGPTLowLevelDataset.size = 1000
     torch._dynamo.config.disable = True
     torch._dynamo.trace_rules.clear_lru_cache = lambda: None
+    simple_registry.find_torch_dispatch_rule = lambda operation, mode: None
     seed_no_absent_device()
 
 

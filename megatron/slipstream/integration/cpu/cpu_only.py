@@ -28,6 +28,7 @@ from megatron.slipstream.patches.patching import Patch, apply, replacing, resolv
 logger = logging.getLogger(__name__)
 
 _HOST = torch.device("cpu")
+_DEVICE_TYPES = frozenset({str, torch.device})
 
 
 # Replacements. Without streams, every operation has finished when its call returns.
@@ -83,9 +84,14 @@ def _any_device_to_cpu(original: Any) -> Any:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _is_gpu(kwargs.get("device")):
+        if "device" in kwargs and _is_gpu(kwargs["device"]):
             kwargs["device"] = _HOST
-        return original(*(_HOST if _is_gpu(arg) else arg for arg in args), **kwargs)
+        # A model calls this thousands of times in a step, nearly always without a device.
+        for arg in args:
+            if type(arg) in _DEVICE_TYPES:
+                args = tuple(_HOST if _is_gpu(arg) else arg for arg in args)
+                break
+        return original(*args, **kwargs)
 
     return wrapper
 

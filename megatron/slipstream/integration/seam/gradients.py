@@ -25,16 +25,16 @@ class Gradients:
     def begin(self, come: Callable[[int], None]) -> None:
         """Call ``come`` once with the bytes of each gradient that appears from now on."""
         self.end()
-        waiting = {id(p) for p in self._parameters() if p.requires_grad and p.grad is None}
+        missing = [p for p in self._parameters() if p.requires_grad and p.grad is None]
+        waiting = {id(parameter) for parameter in missing}
 
         def note(parameter: torch.Tensor) -> None:
             if id(parameter) in waiting and parameter.grad is not None:
                 waiting.discard(id(parameter))
                 come(parameter.grad.nbytes)
 
-        for parameter in self._parameters():
-            if id(parameter) in waiting:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
+        for parameter in missing:
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
 
     def end(self) -> None:
         for hook in self._hooks:
