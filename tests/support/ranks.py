@@ -25,7 +25,6 @@ from unittest.mock import patch
 import new_process
 import torch
 from garbage import freeze
-from torch._library import simple_registry
 
 from megatron.slipstream.launcher import free_port
 from tools.shared_gpus import take_place
@@ -160,7 +159,7 @@ def make_cheap() -> None:
     MockGPTLowLevelDataset.size = 1000
     torch._dynamo.config.disable = True
     torch._dynamo.trace_rules.clear_lru_cache = lambda: None
-    simple_registry.find_torch_dispatch_rule = lambda operation, mode: None
+    torch._library.simple_registry.find_torch_dispatch_rule = lambda operation, mode: None
     seed_no_absent_device()
 
 
