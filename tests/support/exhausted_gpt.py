@@ -1,12 +1,15 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Trains within a budget while a module's forward runs out of device memory at chosen calls."""
+"""Trains within a budget while forward runs out of device memory: at chosen calls, or where a
+device ends that the budget takes for a larger one."""
 
 from __future__ import annotations
 
 import gc
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,20 +19,28 @@ import torch
 from budgeted_training import heard
 from device_memory import host_clone
 from tiny_gpt import (
+    DENSE_MODULES,
     ModelCase,
     build_chunks,
     initialize,
     make_config,
     memory_counted,
+    run_step,
+    switched_off,
     train_steps,
 )
 
+from megatron.slipstream.fine_grained_activation_offload import planner
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.budget import rescue
+from megatron.slipstream.integration.budget.device_limits import MARGIN
 from megatron.slipstream.integration.budget.memory_budget import PEAK
+from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.options.fields import OffloadConfig
 from megatron.slipstream.plan.settings import Assignment
+from megatron.slipstream.plan.trace import Bandwidth
 
 
 @dataclass
@@ -163,6 +174,105 @@ def train_exhausted(
 
 def _tensors_of(log: dict[str, Any]) -> list[torch.Tensor]:
     return [entry.values.detach().clone() for entry in log.values()]
+
+
+@dataclass
+class Settled:
+    """A training on a device that is smaller than it seems."""
+
+    num_iterations: int = 0
+    """How many it took until nothing was measured any more."""
+    assignments: list[Assignment] = field(default_factory=list)
+    """Those of the layers after each iteration."""
+    peak_bytes: list[int] = field(default_factory=list)
+    """The device peak of each iteration beside weights and gradients."""
+    end_bytes: int = 0
+    """Where the device ends, beside weights and gradients."""
+    failed: list[int] = field(default_factory=list)
+    """For each forward that ran out of memory, the number of its iteration."""
+
+
+def train_until_settled(
+    rank: int,
+    world_size: int,
+    port: int,
+    case: ModelCase,
+    count: int,
+    ends: tuple[float, float],
+    max_iterations: int,
+) -> Settled:
+    """Train until nothing is measured any more; to be run on one rank.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        port: Port of their rendezvous.
+        case: The model.
+        count: Number of micro-batches of an iteration.
+        ends: Where the device seems to end, and where it does, as shares of the activations with
+            the engine off.
+        max_iterations: The most iterations.
+    """
+    initialize(case, rank, world_size, port)
+    result = Settled()
+    with _counted_time(), ExitStack() as stack:
+        _, baseline = switched_off(case, (count,), "cpu", reads_memory=True)
+        install.uninstall()
+        device = SimpleNamespace(seems=0, ends=math.inf)
+        stack.enter_context(patch.object(CpuBackend, "obtainable_bytes", lambda _: device.seems))
+        manager = install.install(
+            OffloadConfig(activation_memory_budget="auto", offload_backend="cpu")
+        )
+        config = make_config(case, DENSE_MODULES)
+        backend = stack.enter_context(memory_counted(manager.store.backend, on_cpu=True))
+        chunks = build_chunks(case, config)
+        gradients = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
+        for parameter in (p for chunk in chunks for p in chunk.parameters()):
+            parameter.grad = torch.zeros_like(parameter)
+        resident = backend.begin_peak("settled")
+        seems, ends_at = (int(share * (baseline - gradients)) for share in ends)
+        result.end_bytes = ends_at
+        device.seems = int((resident + seems) / (1 - MARGIN)) + 1
+        note_peak = DeviceMemoryMeter._note_peak
+
+        def note(meter: DeviceMemoryMeter) -> None:
+            is_forward = torch._C._current_graph_task_id() == -1
+            if is_forward and meter.allocated_bytes > resident + ends_at:
+                result.failed.append(result.num_iterations)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+            note_peak(meter)
+
+        stack.enter_context(patch.object(DeviceMemoryMeter, "_note_peak", note))
+        while not manager.is_settled and result.num_iterations < max_iterations:
+            run_step(case, config, chunks, result.num_iterations, count)
+            result.num_iterations += 1
+            result.assignments.append(layer_settings.assignment_of(chunks))
+            result.peak_bytes.append(backend.peak_bytes("settled") - resident)
+            backend.begin_peak("settled")
+    return result
+
+
+@contextmanager
+def _counted_time() -> Iterator[None]:
+    """Context in which the CPU backend takes times, which are numbers of operations."""
+    count, dispatch = 0, DeviceMemoryMeter.__torch_dispatch__
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        return dispatch(*arguments)
+
+    patches = {
+        "takes_time": True,
+        "timed_event": lambda *_: count,
+        "elapsed_ms": lambda _, start, stop: 0.01 * (stop - start),
+    }
+    with (
+        patch.multiple(CpuBackend, **patches),
+        patch.object(DeviceMemoryMeter, "__torch_dispatch__", counted),
+        patch.object(planner, "measure_link", lambda _: Bandwidth(*[1.0] * 4)),
+    ):
+        yield
 
 
 def train_each(

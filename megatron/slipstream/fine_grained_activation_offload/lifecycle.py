@@ -36,7 +36,6 @@ from megatron.slipstream.fine_grained_activation_offload.report import (
 )
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     MAX_ROUNDS,
-    NUM_TIMED,
     StepClock,
     Times,
 )
@@ -321,7 +320,10 @@ class Lifecycle:
 
     def _plan_recorded(self, now: Iteration, pp_rank: int) -> PlanEntry:
         trace = self._recorder.finish(pp_rank, now.groups)
-        return self.planner.make(replace(trace, assignment=self.plans.assignment))
+        entry = self.planner.make(replace(trace, assignment=self.plans.assignment))
+        if entry.is_of_budget and trace.memory:
+            entry.phase = Phase.TIMED
+        return entry
 
     def _note_followed(self, entry: PlanEntry, probe: Optional[IterationProbe]) -> None:
         """Record that an iteration followed its plan from its first to its last step."""
@@ -349,7 +351,7 @@ class Lifecycle:
                 self._clocks.append((entry, plan, clock))
             elif entry.plan is plan and entry in self.plans:
                 entry.times.append(times)
-                if len(entry.times) == NUM_TIMED and not self._improve(entry):
+                if entry.has_enough_times and not self._improve(entry):
                     self._enter_trial(entry)
 
     def _improve(self, entry: PlanEntry, what: str = "iterations") -> bool:

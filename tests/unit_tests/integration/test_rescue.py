@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from exhausted_gpt import Exhausted, train_each, train_exhausted, train_without_restoring
+from exhausted_gpt import (
+    Exhausted,
+    Settled,
+    train_each,
+    train_exhausted,
+    train_until_settled,
+    train_without_restoring,
+)
 from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
 
@@ -99,6 +106,33 @@ def test_later_settings_are_chosen_for_the_memory_that_there_was() -> None:
     before, after = result.assignments[4], result.assignments[-1]
     assert before != after != (WHOLE,) * 3
     assert max(result.peak_bytes[6:]) <= result.failed_bytes[0] < max(result.peak_bytes[:5])
+
+
+MAX_UNTIL_SETTLED = 12
+ENDS = {
+    (8, 1): ((1.2, 0.6),),
+    (8, 4): ((1.2, 0.6),),
+    (16, 1): ((1.2, 0.7),),
+    (32, 1): ((1.2, 0.7),),
+}
+"""For numbers of layers and micro-batches, where the device seems to end, and where it does."""
+
+
+@pytest.mark.parametrize("num_layers, count", ENDS)
+def test_few_iterations_are_measured_though_one_is_repeated(num_layers: int, count: int) -> None:
+    case = ModelCase("dense", num_layers=num_layers, overrides={"normalization": "LayerNorm"})
+    arguments = [
+        (train_until_settled, case, count, ends, 3 * MAX_UNTIL_SETTLED)
+        for ends in ENDS[num_layers, count]
+    ]
+    (results,) = run_ranks(1, train_each, arguments)
+    for result in results:
+        assert isinstance(result, Settled)
+        (failed,) = result.failed
+        assert result.num_iterations <= MAX_UNTIL_SETTLED
+        assert max(result.peak_bytes[failed + 1 :]) <= result.end_bytes
+        assert 0.9 * result.end_bytes < result.peak_bytes[-1], "what there is room for is kept"
+        assert result.assignments[-1] != (WHOLE,) * num_layers
 
 
 def test_where_the_second_attempt_fails_one_error_names_what_would_fit() -> None:

@@ -225,7 +225,8 @@ class MemoryBudget:
             self._start_over()
         elif self._limits.is_auto:
             before_bytes = self._limits.allowed_bytes
-            left_bytes = self._limits.shrunk(self._limits.find(self._chunks, 0), self._ranks)
+            limits = self._limits.find(self._chunks, relaxation.frugal_bytes)
+            left_bytes = self._limits.shrunk(limits, self._ranks)
             if left_bytes is not None:
                 left, before = format_bytes(max(0, left_bytes)), format_bytes(before_bytes)
                 self._messages.warn("less", left=left, before=before)
