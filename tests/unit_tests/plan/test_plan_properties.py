@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from random import Random
 
 from hypothesis import HealthCheck, given, settings, strategies as st
 from make_trace import Model, Schedule, interleaved, one_f_one_b, trace_of
@@ -60,24 +61,13 @@ options_of_plans = st.builds(
     release_lag=st.integers(0, 6),
     prefetch_depth=st.integers(0, 6),
 )
-plans = st.builds(build_plan, traces(), options_of_plans)
-
-# The same cases in every run: a failure is a failure of the change under test. The deadline is off
-# because the machine may be busy.
-any_plan = settings(
-    max_examples=150,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
 
 
 def moving_keys(plan: Plan) -> set[GroupKey]:
     return {group.key for group in plan.groups if group.moves}
 
 
-@any_plan
-@given(plan=plans)
-def test_a_storage_is_copied_freed_returned_and_used_in_this_order(plan: Plan) -> None:
+def check_the_order_of_each_storages_steps(plan: Plan) -> None:
     index = plan.trace.step_index
     for storage in plan.storages:
         holders = plan.trace.storages[storage.index].holders
@@ -90,9 +80,7 @@ def test_a_storage_is_copied_freed_returned_and_used_in_this_order(plan: Plan) -
             assert index[StepKind.FORWARD_COMMIT, key] <= storage.free_step
 
 
-@any_plan
-@given(plan=plans)
-def test_groups_and_storages_agree_on_what_moves(plan: Plan) -> None:
+def check_that_groups_and_storages_agree_on_what_moves(plan: Plan) -> None:
     planned = {storage.index for storage in plan.storages}
     moving = moving_keys(plan)
     for storage in plan.storages:
@@ -111,9 +99,7 @@ def test_groups_and_storages_agree_on_what_moves(plan: Plan) -> None:
         assert group.commit_step <= group.free_step < group.h2d_step <= group.use_step
 
 
-@any_plan
-@given(plan=plans)
-def test_bytes_add_up(plan: Plan) -> None:
+def check_that_bytes_add_up(plan: Plan) -> None:
     assert plan.moved_nbytes == sum(group.moved_nbytes for group in plan.groups)
     assert plan.moved_nbytes == sum(storage.nbytes for storage in plan.storages)
     assert len({storage.index for storage in plan.storages}) == len(plan.storages)
@@ -160,48 +146,21 @@ def follow(plan: Plan) -> tuple[list[int], Counter[int]]:
     return absent, copies_out
 
 
-@any_plan
-@given(plan=plans)
-def test_carried_out_a_plan_does_what_it_says(plan: Plan) -> None:
+def check_that_its_actions_do_what_it_says(plan: Plan) -> None:
     # Plan.storages describes each storage; the engine reads only Plan.actions.
     absent, copies_out = follow(plan)
     assert absent == list(plan.absent_bytes)
     assert copies_out == Counter(storage.index for storage in plan.storages)
 
 
-@any_plan
-@given(trace=traces(), options=options_of_plans, more=st.integers(1, 3), data=st.data())
-def test_more_lag_or_depth_never_frees_more(
-    trace: Trace, options: PolicyOptions, more: int, data: st.DataObject
-) -> None:
-    name = data.draw(st.sampled_from(["release_lag", "prefetch_depth"]))
-    wider = dataclasses.replace(options, **{name: getattr(options, name) + more})
-    close, wide = build_plan(trace, options), build_plan(trace, wider)
-    assert moving_keys(wide) <= moving_keys(close)
-    assert all(b <= a for a, b in zip(close.absent_bytes, wide.absent_bytes, strict=True))
-
-
-@any_plan
-@given(trace=traces(), options=options_of_plans)
-def test_a_group_stays_for_the_first_reason_that_was_found(
-    trace: Trace, options: PolicyOptions
-) -> None:
-    selected, kept = select_groups(trace, options)
-    plan = build_plan(trace, options)
+def check_that_groups_stay_for_the_first_reason_that_was_found(plan: Plan) -> None:
+    selected, kept = select_groups(plan.trace, plan.options)
     assert moving_keys(plan) <= selected
     assert all(plan.group_by_key[key].reason == reason for key, reason in kept.items())
 
 
-@any_plan
-@given(plan=plans, data=st.data())
-def test_a_plan_never_raises_the_peak(plan: Plan, data: st.DataObject) -> None:
-    peaks = data.draw(
-        st.lists(
-            st.integers(0, 1 << 34),
-            min_size=len(plan.trace.steps),
-            max_size=len(plan.trace.steps),
-        )
-    )
+def check_that_the_peak_is_not_raised(plan: Plan, random: Random) -> None:
+    peaks = [random.randrange(1 << random.randint(0, 34)) for _ in plan.trace.steps]
     memory = tuple(MemoryReading(peak, peak, 0) for peak in peaks)
     measured = dataclasses.replace(plan, trace=dataclasses.replace(plan.trace, memory=memory))
     drop = measured.peak_drop_bytes
@@ -209,11 +168,39 @@ def test_a_plan_never_raises_the_peak(plan: Plan, data: st.DataObject) -> None:
     assert 0 <= drop <= max(plan.absent_bytes)
 
 
-@any_plan
-@given(plan=plans, width=st.integers(1, 60), max_rows=st.integers(0, 8))
-def test_any_plan_can_be_drawn(plan: Plan, width: int, max_rows: int) -> None:
+def check_its_drawing(plan: Plan, width: int, max_rows: int) -> None:
     lines = render_plan(plan, width, max_rows).split("\n")
     num_hidden = max(0, len(plan.groups) - max_rows)
     reasons = {reason for g in plan.groups if g.moves for reason in g.kept_storages.values()}
     num_rows = min(len(plan.groups), max_rows) + bool(num_hidden)
     assert len(lines) == 1 + num_rows + 2 + len(reasons)
+
+
+def check_that_more_lag_or_depth_frees_no_more(plan: Plan, name: str, more: int) -> None:
+    wider = {name: getattr(plan.options, name) + more}
+    wide = build_plan(plan.trace, dataclasses.replace(plan.options, **wider))
+    assert moving_keys(wide) <= moving_keys(plan)
+    assert all(b <= a for a, b in zip(plan.absent_bytes, wide.absent_bytes, strict=True))
+
+
+# The same cases in every run: a failure is a failure of the change under test. The deadline is off
+# because the machine may be busy. Drawing a case takes longer than all checks of its plan.
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    plan=st.builds(build_plan, traces(), options_of_plans),
+    random=st.builds(Random, st.integers(0, 2**32)),
+)
+def test_any_plan_is_consistent(plan: Plan, random: Random) -> None:
+    check_the_order_of_each_storages_steps(plan)
+    check_that_groups_and_storages_agree_on_what_moves(plan)
+    check_that_bytes_add_up(plan)
+    check_that_its_actions_do_what_it_says(plan)
+    check_that_groups_stay_for_the_first_reason_that_was_found(plan)
+    check_that_the_peak_is_not_raised(plan, random)
+    check_its_drawing(plan, width=random.randint(1, 60), max_rows=random.randint(0, 8))
+    for name in ("release_lag", "prefetch_depth"):
+        check_that_more_lag_or_depth_frees_no_more(plan, name, more=random.randint(1, 3))
