@@ -17,7 +17,7 @@ import pytest
 from reported_runs import make_trace
 
 from megatron.slipstream.cli import main
-from megatron.slipstream.cli_plan import sizes
+from megatron.slipstream.cli_plan import models
 from megatron.slipstream.cli_plan.models import speed_for
 from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.plan.files import load_plan, save_trace
@@ -240,7 +240,7 @@ def test_layers_that_are_too_many_are_what_to_shrink(
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(DENSE.read_text().replace('"num_hidden_layers": 32', '"num_hidden_layers": 60'))
-    monkeypatch.setattr(sizes, "MAX_GROUPS", 100)
+    monkeypatch.setattr(models, "MAX_GROUPS", 100)
     line = refused(capsys, "--hf-config", str(path), "--seq-length", "128", "--pp", "2")
     assert line.endswith(
         "the limit is 100; plan one pipeline rank with --rank, or name fewer modules "

@@ -23,7 +23,6 @@ _WRAPPED_NAMES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wr
 """Attributes of torch's wrappers that hold the module: compiled, fully sharded, checkpointed."""
 
 NUM_NEAR = 8
-"""Maximum number of similar names in an error."""
 
 
 class Match(NamedTuple):
@@ -65,7 +64,10 @@ def find_modules(model: torch.nn.Module, patterns: Iterable[Pattern]) -> list[Ma
         names_of.append(names)
         for name in names:
             label_of.setdefault(name, _text(pattern))
-    covering = {name: _covering(name, label_of) for name in label_of}
+    covering = {
+        name: min((each for each in label_of if name.startswith(f"{each}.")), key=len, default="")
+        for name in label_of
+    }
     for pattern, names in zip(patterns, names_of, strict=True):
         if all(covering[name] for name in names):
             outer = covering[names[0]]
@@ -149,11 +151,6 @@ def _fits(name: Sequence[str], pattern: Sequence[str]) -> bool:
     if pattern[0] == "**":
         return any(_fits(name[skipped:], pattern[1:]) for skipped in range(len(name) + 1))
     return bool(name) and fnmatchcase(name[0], pattern[0]) and _fits(name[1:], pattern[1:])
-
-
-def _covering(name: str, matched: Iterable[str]) -> str:
-    """Return the outermost match that contains the module of that name; empty if none."""
-    return min((outer for outer in matched if name.startswith(outer + ".")), key=len, default="")
 
 
 def _near(pattern: Pattern, named: Sequence[_Named]) -> list[str]:

@@ -11,9 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Optional
 
-from megatron.slipstream.cli_plan.models import speed_for
+from megatron.slipstream.cli_plan.models import MAX_BYTES, speed_for
 from megatron.slipstream.cli_plan.options import AIMS, SEARCH, flag_of
-from megatron.slipstream.cli_plan.sizes import MAX_BYTES
 from megatron.slipstream.estimate.fit import STEP_TOKENS, Finder, Fit
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import ModelShape

@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.slipstream.cli_plan.fits import finder_for, prepare_search, show_fits, state_of
-from megatron.slipstream.cli_plan.models import configured_by, speed_for
+from megatron.slipstream.cli_plan.models import (
+    MAX_BYTES,
+    check_sizes,
+    configured_by,
+    speed_for,
+)
 from megatron.slipstream.cli_plan.options import TRAINING, UNTIMED, as_typed, flag_of
-from megatron.slipstream.cli_plan.sizes import MAX_BYTES, check_sizes
 from megatron.slipstream.estimate.file_errors import (
     reading,
     require_distinct,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The training run that the options of the ``plan`` sub-command describe."""
+"""The training run that the options of the ``plan`` sub-command describe, and its limits."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron.slipstream.estimate.model_options import (
     shape_of_options,
 )
 from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.estimate.training_command import read_flags, split_command
 from megatron.slipstream.estimate.training_setup import (
     Configured,
@@ -27,14 +28,19 @@ from megatron.slipstream.estimate.training_setup import (
     usable_modules,
 )
 
+MAX_GROUPS = 100_000
+"""Maximum groups of all planned ranks, each of which takes about a millisecond."""
+
+MAX_BYTES = 1 << 60
+"""Maximum bytes of activations or state: the planner adds sizes as 64-bit integers."""
+
 _PLAN_ONLY = {"--" + name.replace("_", "-") for name in (*UNTIMED, *AIMS, "hf_config")}
 
 
 def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configured:
     """Return the training that a config.json, a file of flags, or ``words`` after ``--`` describe.
 
-    Raises:
-        ValueError: It cannot be planned, or a file cannot be read.
+    Raises ``ValueError`` if it cannot be planned, or a file cannot be read.
     """
     if options.hf_config is not None:
         return _by_hub_config(options)
@@ -72,22 +78,18 @@ def _by_hub_config(options: argparse.Namespace) -> Configured:
             "training; set it"
         )
     _refuse_without_effect(model, options)
+    count = options.num_micro_batches
     try:
-        return _of_hub_model(model, options)
+        shape = _hub_shape(model, options)
+        return Configured(
+            f"{options.hf_config.name} ({model.model_type})",
+            shape,
+            tuple(options.offload_modules or usable_modules(shape)),
+            default_micro_batches(shape.parallelism) if count is None else count,
+            notes=model.notes,
+        )
     except ValueError as error:
         raise ValueError(model.in_its_words(str(error))) from error
-
-
-def _of_hub_model(model: HubModel, options: argparse.Namespace) -> Configured:
-    shape = _hub_shape(model, options)
-    count = options.num_micro_batches
-    return Configured(
-        f"{options.hf_config.name} ({model.model_type})",
-        shape,
-        tuple(options.offload_modules or usable_modules(shape)),
-        default_micro_batches(shape.parallelism) if count is None else count,
-        notes=model.notes,
-    )
 
 
 def _refuse_without_effect(model: HubModel, options: argparse.Namespace) -> None:
@@ -184,3 +186,35 @@ def speed_for(configured: Configured, options: argparse.Namespace) -> Speed:
             f"Engine has no such products there; set --gpu to {' or '.join(able)}"
         )
     return speed
+
+
+def check_sizes(work: Workplan, ranks: Sequence[int], options: argparse.Namespace) -> None:
+    """Raise ``ValueError`` for a plan that would take too long, or whose sizes would overflow."""
+    count, par, chunks = work.num_micro_batches, work.shape.parallelism, work.chunks.items()
+    each = max(1, sum(chunk.num_groups for (rank, _), chunk in chunks if rank in ranks))
+    if each * count > MAX_GROUPS:
+        smallest = 1 if par.vpp is None else max(par.group_size or 0, par.pp)
+        largest = MAX_GROUPS // each // smallest * smallest
+        shrink = [f"set --num-micro-batches to {largest} or less"] if largest else []
+        if len(ranks) > 1:
+            shrink.append("plan one pipeline rank with --rank")
+        if not largest:
+            shrink.append(f"name fewer modules ({flag_of('offload_modules', options)})")
+            shrink.append(f"fewer layers (num_layers={work.shape.num_layers})")
+        raise ValueError(
+            f"--num-micro-batches={count} is not supported with this model because {count} "
+            f"times {each} groups would be planned and the limit is {MAX_GROUPS}; "
+            f"{', or '.join(shrink)}"
+        )
+    most = max(sum(c.saved_bytes for (rank, _), c in chunks if rank == one) for one in ranks)
+    if most * count > MAX_BYTES:
+        sizes = {
+            flag_of("seq_length", options): work.shape.seq_length,
+            flag_of("micro_batch_size", options): work.shape.micro_batch_size,
+            "--num-micro-batches": count,
+        }
+        shown = ", ".join(f"{flag}={value}" for flag, value in sizes.items())
+        raise ValueError(
+            f"{shown}: the activations of a rank are {most * count / 2**30:.3g} GiB per iteration, "
+            f"but a plan supports up to {MAX_BYTES >> 30}; reduce one of them"
+        )

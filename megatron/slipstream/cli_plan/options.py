@@ -185,7 +185,6 @@ SEARCH = ("longest_sequence", "largest_micro_batch", "memory", "margin", "host_m
 """Options of the search for the largest size that fits."""
 
 AIMS = (*("target_memory", "max_overhead", "fraction", "output", "timeline", "frontier", "rank"),)
-"""Options of one plan."""
 
 UNTIMED = (*("gpu", "tflops", "gb_per_s", "num_micro_batches", "rank", "state_gib"), *SEARCH)
 """Options that apply only without recorded times."""
@@ -233,7 +232,13 @@ def add_plan(
     for given in TRAINING.values():
         given.add_to(training, action=_AsTyped)
     limits = plan.add_argument_group("the largest size that fits (without a trace)")
-    _add_search(limits.add_mutually_exclusive_group())
+    searched = limits.add_mutually_exclusive_group()
+    Given("--longest-sequence", "flag", "find the longest sequence that fits without offloading, "
+          "with recomputation, with the built-in engine and with a memory budget; --seq-length N "
+          "also compares them at N").add_to(searched)  # fmt: skip
+    Given("--largest-micro-batch", "flag",
+          "find the largest micro-batch of sequences of --seq-length tokens"
+          ).add_to(searched)  # fmt: skip
     for given in _LIMITS:
         given.add_to(limits)
     for title, options in (
@@ -246,12 +251,3 @@ def add_plan(
             given.add_to(group)
     hint = "; put megatron's flags after '--'"
     plan.set_defaults(run=run, typed={}, hint_for_unknown=hint)
-
-
-def _add_search(searched: argparse._MutuallyExclusiveGroup) -> None:
-    Given("--longest-sequence", "flag", "find the longest sequence that fits without offloading, "
-          "with recomputation, with the built-in engine and with a memory budget; --seq-length N "
-          "also compares them at N").add_to(searched)  # fmt: skip
-    Given("--largest-micro-batch", "flag",
-          "find the largest micro-batch of sequences of --seq-length tokens"
-          ).add_to(searched)  # fmt: skip

@@ -34,15 +34,12 @@ class Configured:
     num_micro_batches: int
     min_numel: int = DEFAULT_MIN_NUMEL
     policy: PolicyOptions = field(default_factory=PolicyOptions)
-    """How groups are chosen and timed."""
     notes: tuple[str, ...] = ()
-    """Limits and assumptions of the plan."""
     ranks_per_host: Optional[int] = None
     """Ranks that share a host's memory; None for 8, or all if there are fewer."""
 
     @property
     def num_ranks_of_host(self) -> int:
-        """``ranks_per_host`` with its default."""
         return self.ranks_per_host or min(8, self.shape.parallelism.num_gpus)
 
     def __post_init__(self) -> None:
@@ -50,7 +47,15 @@ class Configured:
             raise ValueError(
                 f"--num-micro-batches={self.num_micro_batches} must be positive; set 1 or more"
             )
-        _check_ranks(self.shape.parallelism)
+        par = self.shape.parallelism
+        ranks = par.dp * par.tp * par.cp
+        if ranks % (par.ep * par.etp):
+            raise ValueError(
+                f"data_parallel_size={par.dp} is not supported with "
+                f"expert_model_parallel_size={par.ep} because experts are divided among "
+                f"{par.ep * par.etp} ranks, and a pipeline stage has {ranks}; set "
+                f"data_parallel_size={fewest_data_parallel_ranks(par)}, or a multiple of it"
+            )
         check_modules(self.shape, self.modules)
 
 
@@ -77,18 +82,6 @@ def fewest_data_parallel_ranks(parallelism: Parallelism) -> int:
     """Return the smallest ``dp`` with which both dense and expert group sizes divide the ranks."""
     dense, experts = parallelism.tp * parallelism.cp, parallelism.ep * parallelism.etp
     return max(1, math.lcm(dense, experts) // max(1, dense))
-
-
-def _check_ranks(parallelism: Parallelism) -> None:
-    par = parallelism
-    ranks = par.dp * par.tp * par.cp
-    if ranks % (par.ep * par.etp):
-        fewest = fewest_data_parallel_ranks(par)
-        raise ValueError(
-            f"data_parallel_size={par.dp} is not supported with expert_model_parallel_size={par.ep}"
-            f" because experts are divided among {par.ep * par.etp} ranks, and a pipeline stage "
-            f"has {ranks}; set data_parallel_size={fewest}, or a multiple of it"
-        )
 
 
 def check_modules(shape: ModelShape, modules: tuple[str, ...]) -> None:
