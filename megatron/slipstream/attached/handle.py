@@ -47,7 +47,6 @@ DEFAULT_MIN_NUMEL = 1024 * 1024
 _OWN_OPTIONS = ("min_offloaded_tensor_size", "activation_offload_fraction")
 
 _attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models and modules that have hooks."""
 
 
 def attach(

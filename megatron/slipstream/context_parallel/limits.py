@@ -23,16 +23,10 @@ class RankLimits:
     part of every piece. So a rank's buffer does not depend on the group's size, and a longer
     document needs a larger group.
 
-    Args:
-        num_ranks: All data- and context-parallel ranks (megatron's data-parallel group with context
-            parallelism). Groups are consecutive ranks of it.
-        tokens_per_rank: Tokens of a rank's buffer, padding included.
-        max_sequences: Maximum number of pieces in a micro-batch of any size.
-        min_size: The smallest group.
-        max_size: The largest group; None means the largest possible.
-
-    Raises:
-        ValueError: No such groups exist, or their pieces cannot be divided.
+    ``num_ranks`` counts all data- and context-parallel ranks (megatron's data-parallel group with
+    context parallelism), of which groups are consecutive ones. ``tokens_per_rank`` includes
+    padding, and ``max_sequences`` is the most pieces of a micro-batch of any size. Raises
+    ``ValueError`` if no such groups exist, or their pieces cannot be divided.
     """
 
     num_ranks: int

@@ -50,7 +50,6 @@ class MachineFacts:
     """The error if torch is installed but does not import."""
     driver: Optional[str] = None
     gpus: tuple[Gpu, ...] = ()
-    """Those that torch sees."""
     patches: Mapping[str, Optional[str]] = field(default_factory=dict)
     """What Slipstream replaces in the installed packages, and why that is not possible."""
     command: Optional[Checked] = None

@@ -61,7 +61,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 WIDTH = 100
-"""Maximum width in columns."""
 
 
 def render(rows: list[Row], stream: TextIO) -> None:

@@ -126,8 +126,7 @@ def sweep(
 ) -> Frontier:
     """Plan and simulate an iteration for ``num_points`` evenly spaced values of each swept option.
 
-    Raises:
-        ValueError: The trace has no times or no bandwidth.
+    Raises ``ValueError`` if the trace has no times or no bandwidth.
     """
     base = replace(options, target_memory_bytes=None, max_overhead_percent=None)
     model = IterationModel(trace)

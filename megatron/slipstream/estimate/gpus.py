@@ -46,7 +46,6 @@ class GpuFacts(NamedTuple):
     achieved_share: float = ACHIEVED_SHARE
     """Fraction of ``tflops`` that the matrix products of a step reach."""
     fp8_recipes: tuple[str, ...] = HOPPER_RECIPES
-    """What it computes in fp8, by ``fp8_recipe``."""
 
 
 _H200 = Bandwidth(55.3, 55.4, 50.7, 52.0)
@@ -97,10 +96,8 @@ def find_speed(
 ) -> Speed:
     """Return the speed of a GPU in :data:`GPUS`, with rates of the user's in place of the table's.
 
-    An unmeasured link is assumed to reach the same fraction of its rate as the H200's.
-
-    Raises:
-        ValueError: The GPU is not in the table, or a number is invalid.
+    An unmeasured link is assumed to reach the same fraction of its rate as the H200's. Raises
+    ``ValueError`` if the GPU is not in the table, or a number is invalid.
     """
     facts = GPUS.get(name.lower())
     if facts is None:

@@ -25,7 +25,6 @@ class HubModel(NamedTuple):
     model_type: str
     options: dict[str, Any]
     notes: tuple[str, ...] = ()
-    """Features that a plan ignores."""
     names: Mapping[str, str] = MappingProxyType({})
     """Names of the file's fields, by megatron's."""
 
@@ -100,7 +99,6 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
 that may be missing."""
 
 MODEL_TYPES = tuple(_FIELDS)
-"""The supported values of ``model_type``."""
 
 _NAMES: Mapping[str, str] = {
     "share_embeddings_and_output_weights": "tie_word_embeddings",

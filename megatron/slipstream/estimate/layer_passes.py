@@ -94,10 +94,8 @@ def _layer_of_kind(shape: ModelShape, kind: LayerKind, setting: LayerSetting) ->
 
 class _Section(NamedTuple):
     before: str
-    """The part before whose backward they run."""
     parts: tuple[str, ...]
     missing: frozenset[str]
-    """What they save again."""
     output_bytes: int = 0
     """The second output of a checkpoint."""
 

@@ -127,7 +127,6 @@ class Cost(NamedTuple):
         return factor[phase] * speed.compute_ms(self.flops, self.traffic_bytes, self.kind)
 
     def backward_ms(self, speed: Speed) -> float:
-        """Return the compute time of backward, with what runs again."""
         return self.ms(speed, "rerun") + self.ms(speed, "backward")
 
 
@@ -153,7 +152,6 @@ class Part(NamedTuple):
     stream: str
     """The tensor to which its half of the layer is added."""
     taken: Mapping[str, int]
-    """Bytes of what goes in, by name."""
     given: Mapping[str, int]
     """Bytes of what comes out; empty if it is added to the residual stream."""
     inside: int

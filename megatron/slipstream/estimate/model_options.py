@@ -36,11 +36,7 @@ ChunkCounts = tuple[tuple[int, ...], ...]
 
 
 def shape_of_options(options: Any, **more: Any) -> ModelShape:
-    """Return the shape that megatron's options describe, which ``more`` completes and overrides.
-
-    Raises:
-        ValueError: The shape is invalid; the message names the option and the fix.
-    """
+    """Return the shape that megatron's options describe, which ``more`` completes and overrides."""
     shape = ModelShape(**(shape_fields(options) | more))
     if shape.recompute_modules != WHOLE or options.recompute_method != "block":
         return shape

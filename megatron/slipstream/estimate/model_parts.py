@@ -25,7 +25,6 @@ as a layer of its own, before the layers that predict it."""
 RECOMPUTE_MODULES = (
     *("core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "moe", "shared_experts"),
 )
-"""megatron-core's ``recompute_modules`` that are modelled."""
 
 MAX_LAYERS = 10_000
 """Upper limit on the number of layers; setting up a plan with more would take minutes."""

@@ -113,7 +113,6 @@ class ModelShape:
 
     @property
     def query_groups(self) -> int:
-        """``num_query_groups`` with its default."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
@@ -123,12 +122,10 @@ class ModelShape:
 
     @property
     def num_further_tokens(self) -> int:
-        """Predictions of further tokens (``mtp_num_layers``)."""
         return self.layer_kinds.count("/")
 
     @property
     def head_dim(self) -> int:
-        """``kv_channels`` with its default."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -185,7 +182,6 @@ class ModelShape:
 
     @property
     def uses_transformer_engine(self) -> bool:
-        """Whether layers are built from Transformer Engine's modules."""
         return self.attention_backend != "local"
 
     def kind_of(self, layer: int) -> LayerKind:
@@ -206,14 +202,12 @@ class ModelShape:
         return module in self.recompute_modules
 
     def with_setting(self, setting: LayerSetting) -> ModelShape:
-        """Return the same model with one setting for all layers."""
         if setting == self.recompute_modules and not self.layer_settings:
             return self
         return replace(self, recompute_modules=setting, layer_settings=())
 
     @cached_property
     def plain(self) -> ModelShape:
-        """The same model without recomputation."""
         return self.with_setting(NOTHING)
 
     def setting_of(self, layer: int) -> LayerSetting:

@@ -31,10 +31,8 @@ def rank_schedule(
 
     Without interleaving it is PipeDream-Flush's, with it Megatron-LM's (arXiv:2104.04473, section
     2.2), in which each of ``vp_size`` model chunks runs ``group_size`` micro-batches (by default
-    ``pp_size``) before the next chunk runs.
-
-    Raises:
-        ValueError: The schedule does not support this number of micro-batches.
+    ``pp_size``) before the next chunk runs. Raises ``ValueError`` if the schedule does not support
+    this number of micro-batches.
     """
     group, num_stages, num_warmup = num_micro_batches, 1, pp_size - pp_rank - 1
     if vp_size is not None:

@@ -64,7 +64,6 @@ class RankPlan:
 
     @property
     def saved_bytes(self) -> int:
-        """Peak bytes saved by the passes in flight."""
         held = most = 0
         for item in self.work.schedules[self.pp_rank]:
             nbytes = self.work.chunks[self.pp_rank, item.vp_stage].saved_bytes

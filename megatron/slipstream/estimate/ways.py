@@ -41,7 +41,6 @@ recomputation of each layer; megatron-core's offload engine with all its modules
 recomputation; and what the planner chooses from all of them for a budget of memory."""
 
 HOST = "host"
-"""The wall that host memory is."""
 
 
 class Parts(NamedTuple):
@@ -70,14 +69,10 @@ class Usage(NamedTuple):
     """Memory of the pipeline rank that takes the most, in one iteration."""
 
     parts: Parts
-    """On the device at its peak."""
     host_bytes: int
-    """The most that is on the host at once."""
     moved_bytes: int
-    """Offloaded in an iteration, and reloaded."""
 
     def exceeded(self, limits: Limits) -> str:
-        """Return what exceeds a limit; empty if it fits."""
         if self.parts.state > limits.device_bytes:
             return "state"
         if self.parts.total > limits.device_bytes:
@@ -100,7 +95,6 @@ class Tiles(NamedTuple):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Flags of a training that computes the same."""
         flags = ("--mlp-sequence-tiles auto", "--loss-sequence-tiles auto")
         return tuple(itertools.compress(flags, self))
 

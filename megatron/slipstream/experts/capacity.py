@@ -143,7 +143,6 @@ class StepCheck:
 
 
 step_check = StepCheck()
-"""The process-wide instance."""
 
 
 def checks_capacity(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,11 +23,8 @@ class FixedExchange:
 
     Rows are sorted by expert, and experts by rank. Received slots are in source rank order.
 
-    Args:
-        sent: int64 ``[num_ranks, num_local_experts]``, rows for each expert of each rank.
-        received: The same, rows from each rank for each local expert.
-        num_rows: Rows that this rank sends.
-        capacity: Rows of a slot.
+    Of int64 ``[num_ranks, num_local_experts]`` each: ``sent`` are the rows for each expert of each
+    rank, ``received`` those from each rank for each local expert.
     """
 
     def __init__(

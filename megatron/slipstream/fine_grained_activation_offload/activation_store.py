@@ -99,7 +99,6 @@ class ActivationStore:
     """
 
     is_native = False
-    """Whether C++ handles the common cases."""
     saved_type: type[Any] = SavedTensor
     """Type of the object that autograd keeps instead of a tensor that may move."""
 
@@ -140,7 +139,6 @@ class ActivationStore:
     # What a capture has of its own.
 
     def begin_capture(self, context: CaptureContext) -> None:
-        """Use ``context`` until :meth:`end_capture`."""
         self._add_counts()
         self._context = context
         self._note_settings()
@@ -177,7 +175,6 @@ class ActivationStore:
         self._note_settings()
 
     def stop_verifying(self) -> None:
-        """Stop verifying what comes back, if it is verified."""
         if self.verifier is not None:
             self.verifier.stop()
             self.verifier = None

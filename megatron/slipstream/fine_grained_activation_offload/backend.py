@@ -20,7 +20,6 @@ import torch
 Stream = Any
 Event = Any
 Here = tuple[Hashable, Stream]
-"""A stream's id, and the stream."""
 
 POISON_BYTE = 0xFF
 """A float whose bytes are all ones is NaN in every IEEE format, bf16 and both fp8 formats."""
@@ -200,7 +199,6 @@ class Backend(ABC):
         return None
 
     def reset_peak_memory(self) -> None:
-        """Start a new peak for :meth:`memory`."""
         reading = self.memory()
         if reading is not None:
             past = self._past_peaks.items()

@@ -350,7 +350,6 @@ class CopyStreams:
         self.waits.forget()
 
     def begin_graph(self) -> None:
-        """Begin a new graph, captured from the current stream."""
         self.waits.graph = next(_graph_numbers)
         self._backend.begin_graph()
 
@@ -365,7 +364,6 @@ class CopyStreams:
         self.forget_waits()  # The graph's waits apply inside the graph only.
 
     def finish(self) -> None:
-        """Block the host until both streams are idle."""
         for stream in (self.d2h, self.h2d):
             self._wait_on_host(Edge.E7, stream)
         self._kept.clear()

@@ -45,7 +45,6 @@ class Overhead(NamedTuple):
     """The overhead of iterations with the engine, in percent."""
 
     percent: float
-    """Median over the pairs."""
     standard_error: float
 
 

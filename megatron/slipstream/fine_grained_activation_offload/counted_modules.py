@@ -43,7 +43,6 @@ class ReplayedGraph:
 
     modules: Mapping[str, ModuleCounters]
     num_replays: int = 0
-    """Replays in the running iteration."""
 
     def take_replays(self) -> Replays:
         """End an iteration; return its replays."""
@@ -65,7 +64,6 @@ class ReplayedPass(ReplayedGraph):
 
     plan: Plan = field(kw_only=True)
     host_bytes: int = field(kw_only=True)
-    """Host memory that only these graphs use."""
 
 
 def sum_of(replays: Iterable[Replays]) -> dict[str, ModuleCounters]:

@@ -134,7 +134,6 @@ class HostUsage:
         self.high_water_requested = 0
 
     def add(self, size: int, nbytes: int) -> None:
-        """Count a buffer of ``size`` bytes for a request of ``nbytes``."""
         self.in_use += size
         self.requested += nbytes
         if self.in_use > self.peak:
@@ -215,7 +214,6 @@ class Layout:
         self._usage.remove(in_use.stop - in_use.start, in_use.nbytes)
 
     def take_in_use(self) -> list[InUse]:
-        """Return the buffers in use, which the layout then no longer holds."""
         in_use, self._in_use = list(self._in_use.values()), {}
         return in_use
 
@@ -306,7 +304,6 @@ class HostPool:
 
     @property
     def parts_bytes(self) -> int:
-        """Bytes of the share that :attr:`parts` hold."""
         return sum(part.allocated_bytes for part in self.parts)
 
     @property

@@ -113,7 +113,6 @@ class PlanEntry:
     planned_ms: float = 0.0
     """Predicted time of an iteration; 0 if the plan was made without times."""
     num_rounds: int = 0
-    """Number of times the plan was rebuilt from measured times."""
     phase: Phase = Phase.WARM_UP
     num_in_phase: int = 0
     """Number of iterations in this phase that followed the plan to the end."""
@@ -124,7 +123,6 @@ class PlanEntry:
     """For each earlier plan: moving groups, and the time of an iteration excluding stalls."""
     trial: Optional[CostTrial] = None
     num_trials: int = 0
-    """Number of trials of this plan and earlier ones."""
     tried: Optional[Overhead] = None
     """The measured overhead, if a trial of this plan found it within the limit."""
     followed_by: tuple[Optional[StepsKey], Optional[StepsKey]] = (None, None)
@@ -132,7 +130,6 @@ class PlanEntry:
     layout: Any = None
     """The layout of its host buffers in a pool's slabs; None if they do not fit."""
     layout_generation: Optional[int] = None
-    """Generation of those slabs."""
     steps: Any = None
     """The steps of the plan in C++, created on first use."""
     num_layouts_left: int = 0
@@ -251,7 +248,6 @@ class PlanCache:
         self._departed.clear()
 
     def put(self, plan: Plan) -> PlanEntry:
-        """Add a plan, or replace the one for the same steps."""
         entry = self._entries.pop(plan.trace.steps_key, None)
         if entry is None:
             entry = PlanEntry(plan, plan.trace.steps_key)

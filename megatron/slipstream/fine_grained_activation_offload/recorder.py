@@ -186,7 +186,6 @@ class Recorder:
             self._backend.gradients.begin(self._memory.come_to_gradient)
 
     def clear(self) -> None:
-        """Discard the recorded iteration, but keep the per-storage records."""
         if self.steps or self.reads_memory:  # else nothing has been recorded
             self._begin()
 

@@ -60,9 +60,7 @@ class TriedPlan:
     num_groups_moved: int
     num_groups: int
     moved_bytes: int
-    """Bytes moved each way."""
     percent: float
-    """Measured overhead in percent."""
     standard_error: float
     """Standard error of the overhead, in percent."""
 
@@ -84,7 +82,6 @@ class LayerReport:
     recomputed_ms: Optional[float] = None
     """Time of that computation; None if unknown."""
     reason: str = ""
-    """Why it has this setting."""
 
 
 @dataclass
@@ -128,9 +125,7 @@ class RankReport:
     budget_bytes: int = 0
     """The most device memory for activations; 0 for no budget."""
     budget_reason: str = ""
-    """Where the budget comes from."""
     host_allocated_bytes: int = 0
-    """Host memory that the pool holds."""
     host_growth_bytes: int = 0
     """Bytes by which the pool grew in the iteration: 0 in steady state."""
     host_high_water_bytes: int = 0
@@ -141,7 +136,6 @@ class RankReport:
     host_memory_limit_bytes: Optional[int] = None
     """The most that the pool may hold; None for no limit."""
     num_host_allocations: int = 0
-    """Number of slabs of the pool."""
     num_kept_for_host_memory: int = 0
     """Number of groups that the plan keeps on the device because host memory is limited."""
     num_iterations: int = 0
@@ -177,9 +171,7 @@ class RankReport:
     warnings: dict[str, int] = field(default_factory=dict)
     """Slipstream's warnings in this process, with their counts."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """The options in effect, by name."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Software versions and the machine."""
 
     @property
     def measured_peak_bytes(self) -> int:
@@ -277,9 +269,8 @@ class Report:
     def from_json(cls, data: str | bytes, name: str | Path = "the text") -> Report:
         """Parse the output of :meth:`to_json`. The content is untrusted, so types are checked.
 
-        Raises:
-            ValueError: It is not a report, or has another version. The message has the file's
-                ``name``, the location and the fix.
+        For what is no report of this version, a ``ValueError`` has the file's ``name``, the
+        location and the fix.
         """
         data = data.encode() if isinstance(data, str) else data
         ranks = parse(data, name, _File, SCHEMA, VERSION, "--offload-report-path").ranks
@@ -288,7 +279,6 @@ class Report:
         return cls(ranks)
 
     def save(self, path: str | Path) -> None:
-        """Write the report as JSON, atomically."""
         write_whole(path, f"{self.to_json()}\n".encode())
 
     @classmethod

@@ -105,10 +105,8 @@ class Verifier:
     def reads(self, storage: SavedStorage, finish: Callable[[], None]) -> None:
         """Compare the sums when backward first reads a reloaded storage, after its stream's wait.
 
-        ``finish`` blocks the host until the copy streams are idle.
-
-        Raises:
-            RuntimeError: The bytes differ from the offloaded ones; names the group and the edge.
+        ``finish`` blocks the host until the copy streams are idle. If the bytes differ from the
+        offloaded ones, a ``RuntimeError`` names the group and the edge.
         """
         sums = self._sums.pop(storage.serial, None)
         if sums is None or storage.returned is None:

@@ -117,12 +117,10 @@ class ChunkGraphs:
 
     @property
     def is_captured(self) -> bool:
-        """Whether graphs exist, for all sizes or for none."""
         return bool(self._largest.slots)
 
     @property
     def num_replays(self) -> int:
-        """Number of forward passes that were replayed."""
         return sum(graphs.num_replays for graphs in self.of_size.values())
 
     @property
@@ -153,9 +151,7 @@ class ChunkGraphs:
         """Delete the graphs. The next iterations run eagerly, then the chunk is captured again.
 
         Call it on every rank at the end of an iteration when the shapes of micro-batches change.
-
-        Raises:
-            RuntimeError: Micro-batches are in flight.
+        Raises ``RuntimeError`` if micro-batches are in flight.
         """
         name = self._largest.chunk.name
         in_flight = self._largest.memories.num_in_flight
@@ -180,17 +176,10 @@ class ChunkGraphs:
         self._call = None
 
     def __call__(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """Run one micro-batch's forward pass.
+        """Run one micro-batch's forward pass on ``hidden``, float ``[s, b, h]``, with its gradient.
 
-        Args:
-            hidden: Float ``[s, b, h]``; gets a gradient.
-            arguments: All other arguments of the chunk, by name.
-
-        Returns:
-            Hidden states of the same shape, in newly allocated memory.
-
-        Raises:
-            ValueError: No graphs were captured for such arguments.
+        Returns hidden states of the same shape, in newly allocated memory; raises ``ValueError`` if
+        no graphs were captured for such arguments.
         """
         chunk = self._largest.chunk
         # Without a backward pass nothing would free a slot.

@@ -58,11 +58,7 @@ class Chunk:
 
 
 class CaptureParameters:
-    """The parameters of a model chunk during a capture.
-
-    Raises:
-        ValueError: A parameter has no ``main_grad``.
-    """
+    """The parameters of a chunk during a capture; ``ValueError`` if one has no ``main_grad``."""
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self._others: dict[torch.nn.Parameter, Any] = {}

@@ -66,7 +66,6 @@ class _Prepared(NamedTuple):
     parameters: CaptureParameters
     sample: torch.Tensor
     predicted_bytes: int
-    """Device memory that one pass needed."""
     seconds: float
 
 

@@ -56,7 +56,6 @@ class PlannedPass:
 
     engine: OffloadEngine
     run: Callable[[], None]
-    """Runs it as planned so far."""
     make_slot: Callable[..., SlotOffloading]
     """Creates the contexts for a capture that follows a plan, in a slot's memory."""
     times_replays: bool
@@ -144,7 +143,6 @@ class ChunkOffloading:
         return slot
 
     def note_captured(self) -> None:
-        """Call when the graphs of all slots are captured."""
         if self._plan is not None:
             # All slots follow the same plan.
             self._replayed = ReplayedPass(
@@ -154,12 +152,10 @@ class ChunkOffloading:
         self._slots.clear()
 
     def note_replay(self) -> None:
-        """Call for each replay of a slot's forward graph."""
         if self._replayed is not None:
             self._replayed.num_replays += 1
 
     def note_deleted(self) -> None:
-        """Call when the graphs are deleted."""
         if self._forget_replayed is not None:
             self._forget_replayed()
             self._forget_replayed = self._replayed = None

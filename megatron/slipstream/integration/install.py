@@ -199,9 +199,6 @@ def install_at_first_call(
 
     For code that also runs in processes without a model, and before a process selects its GPU.
     ``before`` is called right before; its exceptions propagate from that call.
-
-    Raises:
-        ValueError: ``config`` has the wrong type.
     """
     if config is not None:
         check_is_config(config)

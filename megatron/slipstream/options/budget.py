@@ -65,7 +65,6 @@ BUDGET_RULES: tuple[Rule, ...] = (
     _budget_rule("use_torch_fsdp2", GATHERED),
     _budget_rule("hybrid_context_parallel", OTHER_PASSES),
 )
-"""Requirements on ``activation_memory_budget`` and a model together."""
 
 
 def complete_arguments(args: Any) -> None:

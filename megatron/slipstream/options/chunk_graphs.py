@@ -139,4 +139,3 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         lambda f: f.apply_rope_fusion,
     ),
 )
-"""Requirements on ``ChunkGraphOptions`` and on megatron's options."""

@@ -71,7 +71,6 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
         """
     ),
 )
-"""Requirements on ``DynamicContextParallelOptions`` and on other options."""
 
 
 POSITIONS = Rule(

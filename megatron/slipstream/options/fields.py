@@ -140,7 +140,6 @@ class OffloadConfig:
 
     @property
     def moves_checkpoint_inputs(self) -> bool:
-        """Whether the inputs that checkpoints keep move."""
         return self.offload_checkpoint_inputs or self.activation_memory_budget is not None
 
 
@@ -205,7 +204,6 @@ def number_or_auto[N: (int, float)](
 parse_budget: Callable[[str], Union[float, Literal["auto"]]] = number_or_auto(float, "a number")
 """Parses a budget of GiB."""
 parse_tiles = number_or_auto(int, "an integer")
-"""Parses a number of tiles."""
 
 
 def parse_percent(text: str) -> float:

@@ -162,7 +162,6 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         "recompute_modules, set recompute_granularity='full', or leave it out",
     ),
 )
-"""Requirements on ``OffloadConfig.offload_checkpoint_inputs`` and a model together."""
 
 
 _with_offloading = Condition("with offloading", _offloading)
@@ -200,7 +199,6 @@ LAYER_GRAPH_RULES: tuple[Rule, ...] = (
         lambda f: f.cuda_graph_warmup_steps > 0,
     ),
 )
-"""Requirements on CUDA graphs with offloading."""
 
 MODEL_RULES: tuple[Rule, ...] = (
     option_rule(
@@ -264,7 +262,6 @@ MODEL_RULES: tuple[Rule, ...] = (
     _with_offloading("cpu_offloading", "both would move the same tensors"),
     *LAYER_GRAPH_RULES,
 )
-"""Requirements on megatron-core's own offloading options."""
 
 
 _UNKNOWN_MODULE = Rule(

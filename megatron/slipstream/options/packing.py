@@ -99,7 +99,6 @@ PACKED_LAYER_RULES: tuple[Rule, ...] = (
         ("slipstream",),
     ),
 )
-"""Requirements of graphs of layers on packed training."""
 
 PACKING_RULES: tuple[Rule, ...] = (
     _needs_packing("thd_max_packed_sequences"),
@@ -226,7 +225,6 @@ PACKING_RULES: tuple[Rule, ...] = (
         "leave the parts after / out",
     ),
 )
-"""Requirements on ``PackingOptions`` and on megatron's options."""
 
 
 def check_packing(options: Any) -> list[Finding]:

@@ -21,7 +21,6 @@ from megatron.slipstream.options.facts import Facts
 logger = logging.getLogger(__name__)
 
 _said: set[str] = set()
-"""Warnings of this process."""
 
 Severity = Literal["ok", "note", "warning", "error"]
 """An ``error`` would make training fail or give wrong results, a ``warning`` make it slow or fail
@@ -39,11 +38,9 @@ class Finding(NamedTuple):
     cure: str = ""
     """The cure; empty if none is needed."""
     rule: str = ""
-    """Name of the :class:`Rule`."""
 
     @property
     def text(self) -> str:
-        """Message and cure in one sentence."""
         return f"{self.message}; {self.cure}" if self.cure else self.message
 
 

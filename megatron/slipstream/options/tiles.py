@@ -112,4 +112,3 @@ TILE_RULES: tuple[Rule, ...] = (
         _has_no_tiles_in_graphs,
     ),
 )
-"""Requirements on ``TileOptions`` and a model together."""

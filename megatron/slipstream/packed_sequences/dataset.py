@@ -64,13 +64,7 @@ class Corpus(Protocol):
 class PackingPlan:
     """How a stream of documents becomes samples. Equal plans of one corpus give equal samples.
 
-    Args:
-        limits: Limits of each sample.
-        packing: 'greedy', or 'balanced' over global batches.
-        packs_per_batch: Samples per global batch; no effect with 'greedy'.
-        num_ranks: Data-parallel ranks that share a batch; no effect with 'greedy'.
-        seed: Seed of the shuffles.
-        look_ahead: See :func:`~megatron.slipstream.packed_sequences.packing.greedy`.
+    Samples per global batch and the data-parallel ranks that share it have no effect with 'greedy'.
     """
 
     limits: PackLimits

@@ -30,7 +30,6 @@ from megatron.slipstream.patches.releases import (
 logger = logging.getLogger(__name__)
 
 _MISSING = object()
-"""Sentinel: no such attribute."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +128,6 @@ class _Applied(NamedTuple):
 
 
 _applied: dict[Patch, _Applied] = {}
-"""Applied patches in the order of application."""
 
 
 def apply(patches: Iterable[Patch], user: Hashable) -> None:
@@ -189,9 +187,7 @@ def active() -> list[Patch]:
 def resolve(path: str, reason: str = "") -> tuple[Any, str]:
     """Return the object that owns the last name of a dotted path, and that name.
 
-    Raises:
-        RuntimeError: The symbol does not exist. The message names it, and the installed and the
-            tested releases of megatron-core.
+    If it does not exist, a ``RuntimeError`` names it, and the installed and tested releases.
     """
     owner_path, _, name = path.rpartition(".")
     owner: Any = _MISSING

@@ -35,9 +35,7 @@ KERNELS = tuple(
 )
 """The same by their names since."""
 IN_PLACE = (*OLD_KERNELS[:2], *KERNELS[:2])
-"""Those that work in place."""
 SUMMING = (OLD_KERNELS[-1], KERNELS[-1])
-"""Those that sum over heads."""
 
 MOST_HEADS_SUMMED = 16
 """Block size, in heads, for deterministic algorithms."""

@@ -28,7 +28,6 @@ WARM_ITERATIONS = 4
 MAX_PLANS = 8
 """A few plans are rebuilt from measured times; more indicate that iterations differ."""
 MAX_NAMED = 6
-"""Maximum number of groups listed by name."""
 
 
 Observation = tuple[Finding, str]

@@ -113,7 +113,6 @@ class Iteration:
 
     @property
     def step_starts(self) -> list[float]:
-        """When compute reaches each step."""
         return [bar.start_ms for bar in self.compute]
 
     def _bars(self, queue: Queue) -> tuple[Span, ...]:

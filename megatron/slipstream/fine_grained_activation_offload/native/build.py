@@ -62,11 +62,7 @@ class BuildError(RuntimeError):
 
 
 def load(prepare: Callable[[Any], None] = lambda module: None) -> ModuleType:
-    """Load the native module, compiling it if needed, and call ``prepare`` with it.
-
-    Raises:
-        BuildError: It cannot be compiled, loaded or prepared.
-    """
+    """Load the native module, compiled if needed, and ``prepare`` it, or raise ``BuildError``."""
     with _only_build_errors():
         path = _find()
         if path is None:

@@ -25,10 +25,7 @@ class PlainGroupedLinear(torch.nn.Module):
     """One linear layer per local expert, applied to consecutive runs of tokens.
 
     Weights are named ``weight0``, ``weight1``, ... as Transformer Engine names them, each
-    ``[out_features, in_features]``.
-
-    Raises:
-        ValueError: The experts' weights would be sharded across tensor-parallel ranks.
+    ``[out_features, in_features]``. It is a ``ValueError`` to shard them among ranks.
     """
 
     def __init__(

@@ -122,10 +122,8 @@ def _add_group(parser: argparse.ArgumentParser, options: type, title: str) -> No
 def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
     """Return megatron's arguments with our fields, unchecked, from flags and their defaults.
 
-    The CPU shims must be in place; see :func:`cpu_only.install_training_shims`.
-
-    Raises:
-        ValueError: A flag is unknown, has an invalid value, or cannot be used with this parser.
+    The CPU shims must be in place (:func:`cpu_only.install_training_shims`). Raises ``ValueError``
+    for a flag that is unknown, has an invalid value, or cannot be used with this parser.
     """
     if {"-h", "--help", "--help-all"} & set(argv):
         raise ValueError("the flags ask for help, so there is nothing to check; leave --help out")

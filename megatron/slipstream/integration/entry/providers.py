@@ -180,7 +180,6 @@ def forward_step(
 def _forward(
     data_iterator: Optional[Iterator[Any]], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """Run a micro-batch without packing; return the chunk's output and the loss mask."""
     batch = _batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     output = model(
         batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]

@@ -270,7 +270,6 @@ class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
     def token_dispatch(
         self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange rows and their probabilities."""
         rows = permutated_local_input_tokens, permuted_probs
         if self._exchange is not None:
             rows = self._exchange.to_slots(rows[0]), self._exchange.to_slots(rows[1])
@@ -289,11 +288,9 @@ class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
         return sort(global_input_tokens), counts, sort(global_probs)
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Sort rows back by source."""
         return hidden_states if self._exchange is None else self._exchange.unsort(hidden_states)
 
     def token_combine(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        """Return rows to their sources."""
         returned = super().token_combine(hidden_states, *arguments, **options)
         exchange, self._exchange = self._exchange, None
         return returned if exchange is None else exchange.from_slots(returned)

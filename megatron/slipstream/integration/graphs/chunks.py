@@ -117,10 +117,8 @@ def replay_chunks(
             all ranks. None: micro-batches have one size.
 
     Returns:
-        The graphs of each chunk; callers may use ``delete`` and ``figures``.
-
-    Raises:
-        ValueError: A chunk cannot be replayed, or is already replayed.
+        The graphs of each chunk; callers may use ``delete`` and ``figures``. A chunk that cannot be
+        replayed, or already is, is a ``ValueError``.
     """
     for chunk in chunks:
         _check(chunk)
@@ -356,7 +354,6 @@ class _DataParallel:
         )
 
     def wait_for_parameters(self) -> None:
-        """Wait for the optimizer's new parameters."""
         if not self._gathers_late:
             return
         wrapper = self._wrapper

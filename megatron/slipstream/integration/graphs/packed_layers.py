@@ -223,7 +223,6 @@ class PackedLayers:
         self._forget_graphs()
 
     def close(self) -> None:
-        """Delete the graphs; the layers no longer take part."""
         layers = self._layers
         self.hand_over_graphs()
         delete_graphs(layers)

@@ -38,7 +38,6 @@ class Decision(NamedTuple):
     """An attribute by which megatron-core decides whether a part is recomputed."""
 
     part: str
-    """Name in ``recompute_modules``."""
     owner: str
     """Path of the module that has the attribute, from the layer; empty: the layer itself."""
     attribute: str

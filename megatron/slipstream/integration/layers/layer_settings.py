@@ -52,13 +52,11 @@ class LayerOptions:
     """Layers of one kind have the same modules, shapes and options: ``"dense"``, ``"mla moe"``,
     with a number if there are several such kinds."""
     minimum: LayerSetting
-    """What the flags recompute."""
     settings: tuple[LayerSetting, ...]
     """From the one that usually takes the least device memory to :attr:`minimum`."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Parts that the layer has and that settings cannot change, each with the reason."""
     chunk: int = 0
-    """Index of its chunk."""
 
 
 def layers_of(chunks: Sequence[torch.nn.Module]) -> list[LayerOptions]:
@@ -192,7 +190,6 @@ class _State:
 
 
 _states: weakref.WeakKeyDictionary[torch.nn.Module, _State] = weakref.WeakKeyDictionary()
-"""The layers that :func:`layers_of` has seen."""
 
 
 def _settings(state: _State, accepted: frozenset[str]) -> Iterator[LayerSetting]:
@@ -274,7 +271,6 @@ def watch_reruns(layer: torch.nn.Module, note: Callable[[], None]) -> Callable[[
 
 
 _notes: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
-"""What :func:`watch_reruns` calls."""
 
 
 # What is measured on one layer of a kind holds for all others.

@@ -160,7 +160,6 @@ def _bytes_inside(mlp: Any) -> int:
 
 class _Tiled:
     part: str
-    """Its name in reports."""
     tiling: Tiling
     num_tiles = 0
     """Number of tiles of the last micro-batch in training; 0 before the first."""
@@ -277,7 +276,6 @@ class _Losses(NamedTuple):
     of_tokens: torch.Tensor
     """``[b, s]``."""
     labels: torch.Tensor
-    """The labels that they belong to."""
 
 
 def _divide_loss(model: Any, options: TileOptions) -> Iterator[str]:
@@ -304,7 +302,6 @@ class _TiledLossMixin:
     """A model whose output layer computes the losses."""
 
     def forward(self: Any, *arguments: Any, **options: Any) -> Any:
-        """Tell the output layer the labels."""
         whole = super().forward  # type: ignore[misc]
         given = inspect.signature(whole).bind_partial(*arguments, **options).arguments
         layer = self.output_layer

@@ -268,7 +268,6 @@ class Stage(NamedTuple):
     """The position of a model chunk in the pipeline, and the tensors that it needs."""
 
     is_first: bool
-    """Whether it takes tokens."""
     is_ranks_first: bool
     """Whether it is the rank's first chunk in a micro-batch's path."""
     needed: frozenset[str]

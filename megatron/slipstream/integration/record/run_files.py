@@ -25,7 +25,6 @@ from megatron.slipstream.report_page import PAGE_SUFFIXES
 logger = logging.getLogger(__name__)
 
 DEFAULT_INTERVAL = 100
-"""Iterations between two writings."""
 
 
 @dataclass

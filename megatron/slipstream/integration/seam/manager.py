@@ -100,14 +100,12 @@ class PipelineOffloadManager:
 
     @property
     def cuda_graph_stream(self) -> Stream:
-        """The stream on which captured layers are replayed."""
         if self._cuda_graph_stream is None:
             self._cuda_graph_stream = self.store.backend.new_stream()
         return self._cuda_graph_stream
 
     @property
     def cuda_graph_event(self) -> Event:
-        """The external event recorded inside captured layers."""
         if self._cuda_graph_event is None:
             self._cuda_graph_event = torch.cuda.Event(external=True)
         return self._cuda_graph_event

@@ -245,7 +245,6 @@ class Router:
         return [chunk for model in models for chunk in model.chunks]
 
     def bind(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Register ``chunks`` as one model."""
         model = next((self._model_of[one] for one in chunks if one in self._model_of), None)
         if model is None:
             self._drop_dead_models()
@@ -353,7 +352,6 @@ class Router:
                 seam.OFFLOAD_MGR = before
 
     def note_call(self) -> None:
-        """Record that a chunk is called, with or without gradients."""
         self._steps_before = {manager: manager.engine.now.num_steps for manager in self.managers}
 
     def ended_by_schedule(self, current: RoutedManager) -> list[RoutedManager]:

@@ -67,19 +67,15 @@ class _Mark:
     name: str
 
     def start_before(self, _: torch.nn.Module, inputs: Any, options: Any) -> None:
-        """Start it at the first tensor that a module takes."""
         self._start((*inputs, *options.values()))
 
     def start_after(self, _: torch.nn.Module, __: Any, output: Any) -> None:
-        """Start it at the first tensor that a module returns."""
         self._start((output,) if isinstance(output, torch.Tensor) else output)
 
     def end_after(self, _: torch.nn.Module, __: Any, output: Any) -> Any:
-        """End it at the first tensor that a module returns."""
         return self._end(output)
 
     def end_before(self, _: torch.nn.Module, inputs: Any) -> Any:
-        """End it at the first tensor that a module takes."""
         return self._end(inputs)
 
     def _start(self, given: Iterable[Any]) -> None:
