@@ -12,6 +12,7 @@ import os
 import pwd
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,9 +32,36 @@ PyMODINIT_FUNC PyInit_slipstream_native() { return PyModule_Create(&def); }
 """
 
 
+REAL = shutil.which("c++") or "no-such-compiler"
+
+
+def make_compiler(folder: Path, script: str, name: str = "compiler") -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+OUT = 'for x; do test "$last" = -o && out=$x; last=$x; done'
+"""Shell that sets ``$out`` to the file to write."""
+
+
+@pytest.fixture(scope="module")
+def compiler_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a ``c++`` that compiles each source once, since that takes half a second."""
+    folder = tmp_path_factory.mktemp("compiler")
+    script = f"""{OUT}
+for x; do case $x in *.cpp) made={folder}/$(md5sum <"$x" | cut -c1-32) ;; esac; done
+if test -e "$made"; then cp "$made" "$out"; exit; fi
+{REAL} "$@" && cp "$out" "$made\""""
+    return make_compiler(folder, script, "c++").parent
+
+
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(compiler_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, and a source that compiles fast."""
+    monkeypatch.setenv("PATH", str(compiler_folder), prepend=os.pathsep)
     source = tmp_path / "small.cpp"
     source.write_text(SMALL)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -79,7 +107,8 @@ def _load(barrier: Any, counts: Any) -> None:
     build.load()
 
 
-def test_processes_that_need_it_at_once_compile_it_once() -> None:
+def test_processes_that_need_it_at_once_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", REAL)  # It takes long enough for all of them to begin.
     fork = multiprocessing.get_context("fork")
     barrier, counts = fork.Barrier(3), fork.Queue()
     processes = [fork.Process(target=_load, args=(barrier, counts)) for _ in range(3)]
@@ -156,20 +185,11 @@ class Fault(NamedTuple):
     make: Callable[[Path, pytest.MonkeyPatch], None]
 
 
-def make_compiler(folder: Path, script: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    path = folder / "compiler"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return path
-
-
 def compiler(script: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
     """A compiler that is a shell script; ``$out`` is the file to write."""
-    out = 'for x; do test "$last" = -o && out=$x; last=$x; done\n'
 
     def make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = make_compiler(folder, out + script)
+        path = make_compiler(folder, f"{OUT}\n{script}")
         monkeypatch.setenv("CXX", shlex.quote(str(path)))
 
     return make
