@@ -3,8 +3,8 @@
 """The packages import in one direction, no files import each other, and the namespace stays shared.
 
 The rules are read from the source, so that an import inside a function, under TYPE_CHECKING or by
-name counts as much as one at the top of a file. Every rule is also shown to fail on a copy of the
-package with a violation planted in it.
+name counts as much as one at the top of a file. Every rule is also shown to fail on the package
+with a violation planted in one of its texts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -73,15 +73,35 @@ COPYRIGHT = (
 )
 
 
-def imported_names(path: Path, module: str) -> tuple[tuple[int, str], ...]:
+@functools.cache
+def package() -> dict[str, str]:
+    """The text of each file of the package, by its path in it."""
+    folder = ROOT / "megatron" / "slipstream"
+    return {
+        str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*.py"))
+    }
+
+
+def with_line(file: str, line: str) -> dict[str, str]:
+    """The package with a line at the end of a file, which may be new."""
+    return {**package(), file: f"{package().get(file, '')}\n{line}\n"}
+
+
+def module_of(file: str) -> str:
+    parts = Path(file).with_suffix("").parts
+    return ".".join([PACKAGE, *(part for part in parts if part != "__init__")])
+
+
+def imported_names(file: str, text: str) -> tuple[tuple[int, str], ...]:
     """Line and absolute dotted name of every import of the file."""
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    return names_imported_by(path.read_text(), package)
+    module = module_of(file)
+    is_package = Path(file).name == "__init__.py"
+    return names_imported_by(text, module if is_package else module.rpartition(".")[0])
 
 
 @functools.cache
 def names_imported_by(source: str, package: str) -> tuple[tuple[int, str], ...]:
-    """The same for a text; cached, since each test reads the whole package and changes one file."""
+    """The same for a text; cached, since each test looks at the whole package."""
     return tuple(_names_imported_by(source, package))
 
 
@@ -109,18 +129,15 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-def import_violations(root: Path) -> list[str]:
-    """Yield every import under ``root``/megatron/slipstream against that direction."""
+def import_violations(texts: Mapping[str, str]) -> list[str]:
+    """Return every import of the package's files against that direction."""
     found = []
-    package_dir = root / "megatron" / "slipstream"
-    for path in sorted(package_dir.rglob("*.py")):
-        parts = path.relative_to(package_dir).with_suffix("").parts
-        room = parts[0]
-        module = ".".join([PACKAGE, *(part for part in parts if part != "__init__")])
-        for line, name in imported_names(path, module):
-            reason = why_not(room, name) or why_not_within(parts, name)
+    for file, text in texts.items():
+        parts = Path(file).with_suffix("").parts
+        for line, name in imported_names(file, text):
+            reason = why_not(parts[0], name) or why_not_within(parts, name)
             if reason:
-                found.append(f"{path.relative_to(root)}:{line} imports {name}: {reason}")
+                found.append(f"{file}:{line} imports {name}: {reason}")
     return found
 
 
@@ -160,20 +177,16 @@ def why_not_within(parts: Sequence[str], name: str) -> str:
     return ""
 
 
-def circle_of_files(root: Path) -> list[str]:
-    """Return modules under ``root``/megatron/slipstream of which each imports the one before it,
-    the first one also as the last; empty if no files import each other."""
-    package_dir = root / "megatron" / "slipstream"
-    paths = {}
-    for path in package_dir.rglob("*.py"):
-        parts = path.relative_to(package_dir).with_suffix("").parts
-        paths[".".join([PACKAGE, *(part for part in parts if part != "__init__")])] = path
+def circle_of_files(texts: Mapping[str, str]) -> list[str]:
+    """Return modules of which each imports the one before it, the first one also as the last;
+    empty if no files import each other."""
+    modules = {module_of(file) for file in texts}
     imports: dict[str, set[str]] = {}
-    for module, path in paths.items():
-        names = (name for _, name in imported_names(path, module))
+    for file, text in texts.items():
+        names = (name for _, name in imported_names(file, text))
         # The last part of a name may be what a file defines.
-        files = {name if name in paths else name.rpartition(".")[0] for name in names}
-        imports[module] = files & paths.keys() - {module}
+        used = {name if name in modules else name.rpartition(".")[0] for name in names}
+        imports[module_of(file)] = used & modules - {module_of(file)}
     try:
         graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:
@@ -184,21 +197,8 @@ def circle_of_files(root: Path) -> list[str]:
 # --- one-way imports ------------------------------------------------------------------------------
 
 
-def copy_of_package(folder: Path) -> Path:
-    """Copy what a build needs, with an empty file for each room that has none yet."""
-    skip = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "megatron", folder / "megatron", ignore=skip)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / name)
-    for room in ROOMS:
-        init = folder / "megatron" / "slipstream" / room / "__init__.py"
-        init.parent.mkdir(exist_ok=True)
-        init.touch()
-    return folder
-
-
 def test_rooms_import_one_way() -> None:
-    assert import_violations(ROOT) == []
+    assert import_violations(package()) == []
 
 
 @pytest.mark.parametrize(
@@ -248,14 +248,9 @@ def test_rooms_import_one_way() -> None:
     ],
     ids=lambda text: text.replace("\n", " "),
 )
-def test_an_import_against_the_way_is_found(tmp_path: Path, file: str, line: str) -> None:
-    copy_of_package(tmp_path)
-    planted = tmp_path / "megatron" / "slipstream" / file
-    planted.parent.mkdir(exist_ok=True)
-    with planted.open("a") as stream:
-        stream.write(f"\n{line}\n")
-    (violation,) = import_violations(tmp_path)
-    assert f"{file}:" in violation
+def test_an_import_against_the_way_is_found(file: str, line: str) -> None:
+    (violation,) = import_violations(with_line(file, line))
+    assert violation.startswith(f"{file}:")
 
 
 @pytest.mark.parametrize(
@@ -279,11 +274,8 @@ def test_an_import_against_the_way_is_found(tmp_path: Path, file: str, line: str
     ],
     ids=lambda text: text.replace("\n", " "),
 )
-def test_an_import_along_the_way_is_allowed(tmp_path: Path, file: str, line: str) -> None:
-    copy_of_package(tmp_path)
-    with (tmp_path / "megatron" / "slipstream" / file).open("a") as stream:
-        stream.write(f"\n{line}\n")
-    assert import_violations(tmp_path) == []
+def test_an_import_along_the_way_is_allowed(file: str, line: str) -> None:
+    assert import_violations(with_line(file, line)) == []
 
 
 def test_every_third_party_import_of_the_library_is_a_declared_dependency() -> None:
@@ -295,8 +287,8 @@ def test_every_third_party_import_of_the_library_is_a_declared_dependency() -> N
     declared = {"yaml" if name == "pyyaml" else name for name in declared}
     imported = {
         name.partition(".")[0]
-        for path in (ROOT / "megatron" / "slipstream").rglob("*.py")
-        for _, name in imported_names(path, PACKAGE + ".x.y")
+        for file, text in package().items()
+        for _, name in imported_names(file, text)
     }
     assert imported - sys.stdlib_module_names - declared - {"megatron"} == set()
 
@@ -305,7 +297,7 @@ def test_every_third_party_import_of_the_library_is_a_declared_dependency() -> N
 
 
 def test_no_files_import_each_other() -> None:
-    assert circle_of_files(ROOT) == []
+    assert circle_of_files(package()) == []
 
 
 @pytest.mark.parametrize(
@@ -321,14 +313,9 @@ def test_no_files_import_each_other() -> None:
     ],
     ids=lambda text: text.replace("\n", " "),
 )
-def test_a_circle_of_files_is_found(tmp_path: Path, file: str, line: str) -> None:
-    copy_of_package(tmp_path)
-    planted = tmp_path / "megatron" / "slipstream" / file
-    with planted.open("a") as stream:
-        stream.write(f"\n{line}\n")
-    circle = circle_of_files(tmp_path)
-    module = ".".join(planted.relative_to(tmp_path).with_suffix("").parts)
-    assert module in circle
+def test_a_circle_of_files_is_found(file: str, line: str) -> None:
+    circle = circle_of_files(with_line(file, line))
+    assert module_of(file) in circle
     assert circle[0] == circle[-1]
 
 
@@ -358,7 +345,7 @@ def test_importing_the_package_loads_neither_torch_nor_megatron_core() -> None:
 
 
 def test_an_eager_import_of_torch_is_found(tmp_path: Path) -> None:
-    copy_of_package(tmp_path)
+    shutil.copytree(ROOT / "megatron", tmp_path / "megatron")
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
     with (tmp_path / "megatron" / "slipstream" / "__init__.py").open("a") as stream:
