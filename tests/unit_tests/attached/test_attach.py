@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,12 +27,11 @@ from attached_models import (
     train_as_plain,
 )
 from attached_scenarios import INPUT_BYTES, INPUTS, SCENARIOS
+from forked import run_function
 from torch.utils.checkpoint import checkpoint
 
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
 from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -184,17 +181,23 @@ def test_an_evaluation_that_forgot_no_grad_is_no_endless_iteration() -> None:
     assert counters(attached)["layers.*"].num_groups_moved == 3
 
 
+def train_without_megatron_core() -> int:
+    """In a forked process: all of the package is imported again, without megatron-core."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("megatron", "attached_models"):
+            del sys.modules[name]
+    sys.modules["megatron.core"] = None  # type: ignore[assignment]  # An import of it fails.
+    from attached_models import Decoder, counters, make_attached, one_backward_each, train
+
+    model, attached = make_attached(Decoder, "layers.*")
+    train(model, one_backward_each)
+    assert counters(attached)["layers.*"].num_groups_moved == 3
+    return 0
+
+
 def test_plain_pytorch_needs_no_megatron_core() -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['megatron.core'] = None\n"
-        "sys.path.insert(0, 'tests/support')\n"
-        "from attached_models import *\n"
-        "model, attached = make_attached(Decoder, 'layers.*')\n"
-        "train(model, one_backward_each)\n"
-        "assert counters(attached)['layers.*'].num_groups_moved == 3\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240)
+    done = run_function(train_without_megatron_core)
+    assert done.returncode == 0, done.stderr
 
 
 # --- exceptions -----------------------------------------------------------------------------------
