@@ -116,10 +116,7 @@ def free_port() -> int:
 
 
 def set_launcher_defaults() -> None:
-    """Set torchrun's variables for one process, so that ``python pretrain_gpt.py`` just works.
-
-    Raises ``ValueError`` if some of a launcher's variables are set and others are not.
-    """
+    """Set torchrun's variables for one process, or raise ``ValueError`` if only some are set."""
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         missing = [name for name in needed if name not in os.environ]

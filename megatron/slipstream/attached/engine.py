@@ -154,11 +154,7 @@ class _Pass:
 
 
 class AttachedEngine(OffloadEngine):
-    """Detects passes and iterations: [Note: Where an iteration ends].
-
-    The model's parameters and buffers stay on the device, and so do tensors whose memory has fewer
-    elements than ``min_offloaded_tensor_size``.
-    """
+    """Detects passes and iterations: [Note: Where an iteration ends]."""
 
     def __init__(
         self,

@@ -1,10 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""``attach()``: offloads the activations of chosen sub-modules of any PyTorch model.
-
-The options are those of megatron-core's offloading and of :class:`OffloadConfig`;
-:data:`ATTACH_RULES` adds the rules that apply only here.
-"""
+"""``attach()``: offloads the activations of chosen sub-modules of any PyTorch model."""
 
 from __future__ import annotations
 
@@ -186,14 +182,12 @@ class Attached:
 
     @property
     def is_detached(self) -> bool:
-        """Whether :meth:`detach` was called."""
         return self._hooks.are_removed
 
     def detach(self) -> None:
         """Stop offloading; offloaded tensors are still reloaded for their backward. Idempotent.
 
-        Raises:
-            RuntimeError: Another thread is running the model with gradients, or its backward.
+        Raises ``RuntimeError`` while another thread runs the model with gradients, or its backward.
         """
         self._hooks.remove()
         _attached.difference_update(self._hooked)
@@ -225,8 +219,7 @@ class Attached:
     def save_trace(self, path: str) -> None:
         """Write the trace of this rank's last complete iteration, for ``slipstream plan``.
 
-        Raises:
-            RuntimeError: No iteration has been recorded.
+        Raises ``RuntimeError`` if no iteration has been recorded.
         """
         if self.engine.plan is None:
             raise RuntimeError("no iteration has been recorded; train with the model first")

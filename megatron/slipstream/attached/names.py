@@ -105,7 +105,6 @@ def _named_modules(model: torch.nn.Module) -> list[_Named]:
 
 
 def _matching(model: torch.nn.Module, pattern: Pattern, named: Sequence[_Named]) -> list[str]:
-    """Return the names of the modules that ``pattern`` matches and that can run."""
     if isinstance(pattern, str):
         parts = pattern.split(".")
         hits = [entry for entry in named if _fits(entry.name.split("."), parts)]

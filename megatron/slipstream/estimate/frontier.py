@@ -124,10 +124,7 @@ def sweep(
     num_points: int = NUM_POINTS,
     progress: Progress = lambda done, total: None,
 ) -> Frontier:
-    """Plan and simulate an iteration for ``num_points`` evenly spaced values of each swept option.
-
-    Raises ``ValueError`` if the trace has no times or no bandwidth.
-    """
+    """Plan and simulate an iteration, which must have times, for values of each swept option."""
     base = replace(options, target_memory_bytes=None, max_overhead_percent=None)
     model = IterationModel(trace)
     total = 2 * num_points + len(MAX_OVERHEADS_PERCENT)

@@ -1,9 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Draws a frontier as a PNG image.
-
-The figure is not registered with pyplot: it needs no display and leaves no global state.
-"""
+"""Draws a frontier as a PNG image, without pyplot: it needs no display and no global state."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Reads megatron's options of a model from the ``config.json`` that Hugging Face keeps with it.
-
-Nothing is downloaded. The file does not describe how the model is trained.
-"""
+"""Reads megatron's options of a model from a Hugging Face ``config.json``, which is local."""
 
 from __future__ import annotations
 

@@ -134,10 +134,7 @@ class _Layer:
             yield Stretch(part.name, "forward", part.cost, added, added + self._beside(part, live))
 
     def backward(self, ends_checkpoint: bool) -> Iterator[Stretch]:
-        """Yield its backward, with the parts that run again, except for a whole layer.
-
-        ``ends_checkpoint`` if no earlier layer is in the checkpoint of a whole layer.
-        """
+        """Yield its backward; ``ends_checkpoint`` if it is the first layer of a checkpoint."""
         live = {*(self._bytes if self._setting == WHOLE else self._kept)}
         ends = {section.parts[0]: section.output_bytes for section in self._sections}
         if self._setting == WHOLE and ends_checkpoint:

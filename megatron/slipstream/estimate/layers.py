@@ -159,7 +159,6 @@ class Part(NamedTuple):
     rerun_by: frozenset[str]
     """The ``recompute_modules`` by which backward runs it again."""
     is_marked: bool
-    """Whether it can be a group."""
 
 
 def layer_parts(

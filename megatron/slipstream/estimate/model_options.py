@@ -1,10 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The model and its training that megatron's options describe, wherever they come from.
-
-megatron's parser, a ``TransformerConfig``, or a Hugging Face configuration gives the options by
-megatron's names. What is missing has the default of :class:`ModelShape`.
-"""
+"""The model and its training that megatron's options describe, wherever they come from."""
 
 from __future__ import annotations
 

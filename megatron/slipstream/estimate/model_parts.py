@@ -76,7 +76,6 @@ class GatedDeltaNet:
     """The gated delta nets of a hybrid model."""
 
     num_key_heads: int
-    """Heads of queries and of keys."""
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int

@@ -253,10 +253,7 @@ def has_feed_forward(kind: LayerKind) -> bool:
 
 
 def _problems(shape: ModelShape) -> Iterator[str]:
-    """Yield what no model has, or megatron-core cannot divide, each with its cure.
-
-    Later ones assume that none came before, on which derived sizes depend.
-    """
+    """Yield what no model has, each with its cure; later ones assume that none came before."""
     yield from _wrong_sizes(shape)
     yield from _wrong_choices(shape)
     yield from _wrong_settings(shape)

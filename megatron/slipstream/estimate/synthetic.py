@@ -50,11 +50,7 @@ DEFAULT_MIN_NUMEL = 1 << 20
 
 @dataclass(frozen=True)
 class Workplan:
-    """A model to plan: its shape, the GPU's speed, and the modules that may be offloaded.
-
-    Tensors with fewer elements than ``min_numel`` stay. Raises ``ValueError`` if the schedule does
-    not support this number of micro-batches.
-    """
+    """A model to plan: its shape, the GPU's speed, and the modules that may be offloaded."""
 
     shape: ModelShape
     speed: Speed
@@ -83,7 +79,7 @@ class Workplan:
         """One pass through each chunk, by pipeline rank and virtual stage."""
         found = {}
         for pp_rank in range(self.shape.parallelism.pp):
-            rank, assignment = self._own_templates(pp_rank)
+            rank, assignment = self.own_templates(pp_rank)
             for chunk in rank.passes(assignment):
                 found[pp_rank, chunk.vp_stage] = chunk
         return found
@@ -122,17 +118,13 @@ class Workplan:
                     }
             chunks.append(self._chunk_layers(chunk, kinds))
         rank = self._rank(pp_rank, templates, chunks)
-        return self._scheduled(rank, state_bytes)
+        return self.with_schedule(rank, state_bytes)
 
-    def own_templates(self, pp_rank: int, state_bytes: int = 0) -> tuple[RankTemplates, Assignment]:
-        """Return the templates of a rank that recomputes what the shape says, and the assignment.
+    def own_templates(self, pp_rank: int) -> tuple[RankTemplates, Assignment]:
+        """Return a rank that recomputes what the shape says, without a schedule, and how.
 
         A checkpoint of several layers counts as one layer.
         """
-        rank, assignment = self._own_templates(pp_rank)
-        return self._scheduled(rank, state_bytes), assignment
-
-    def _own_templates(self, pp_rank: int) -> tuple[RankTemplates, Assignment]:
         shape, step = self.shape, self.shape.layers_per_checkpoint
         templates: dict[str, dict[LayerSetting, Template]] = {}
         chunks, assignment = [], []
@@ -168,19 +160,17 @@ class Workplan:
     ) -> RankTemplates:
         return RankTemplates(templates, tuple(chunks), (), self.speed.bandwidth, 0, pp_rank)
 
-    def _scheduled(self, rank: RankTemplates, state_bytes: int) -> RankTemplates:
+    def with_schedule(self, rank: RankTemplates, state_bytes: int) -> RankTemplates:
         passes = zip(self.schedules[rank.pp_rank], self.idle_ms[rank.pp_rank], strict=True)
         schedule = tuple(ScheduledPass(*item, wait_ms) for item, wait_ms in passes)
         return replace(rank, schedule=schedule, state_bytes=state_bytes)
 
 
 def synthetic_trace(work: Workplan, pp_rank: int, state_bytes: int = 0) -> Trace:
-    """Build the trace of one iteration on one pipeline rank, with times, bandwidth and memory.
-
-    It has no steps if no layer of the rank has any of the modules.
-    """
-    rank, assignment = work.own_templates(pp_rank, state_bytes)
-    return replace(rank.compose(assignment), assignment=())
+    """Build a pipeline rank's trace of one iteration; it has no steps without modules."""
+    rank, assignment = work.own_templates(pp_rank)
+    scheduled = work.with_schedule(rank, state_bytes)
+    return replace(scheduled.compose(assignment), assignment=())
 
 
 def _kind(name: str, setting: LayerSetting) -> str:

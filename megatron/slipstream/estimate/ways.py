@@ -401,10 +401,7 @@ def _coarse(rank: RankTemplates) -> RankTemplates:
 def _planned_as_built_in(
     rank: RankTemplates, assignment: Assignment, prefetch_depth: int
 ) -> PlannedRank:
-    """Plan an assignment as megatron-core's engine moves groups, which counts marks.
-
-    It reloads ``prefetch_depth`` groups ahead; 0 if nothing moves.
-    """
+    """Plan an assignment as megatron-core's engine moves groups, which counts marks."""
     trace = _short(rank).compose(assignment, marks_all=True)
     if not prefetch_depth:
         return PlannedRank(rank, assignment, Plan(trace, PolicyOptions(), (), ()))

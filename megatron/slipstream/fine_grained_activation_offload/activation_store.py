@@ -93,10 +93,7 @@ class MarksInPython:
 
 
 class ActivationStore:
-    """Saves, offloads and reloads storages. Callers decide which and when.
-
-    This one does so in Python; ``native_store`` leaves the common cases to C++ (``native``).
-    """
+    """Saves, offloads and reloads storages, here in Python; callers decide which and when."""
 
     is_native = False
     saved_type: type[Any] = SavedTensor
@@ -264,10 +261,7 @@ class ActivationStore:
         return SavedTensor(storage, storage.save(tensor, group.serial), group)
 
     def read(self, saved: Any) -> torch.Tensor:
-        """Unpack a saved tensor, on the stream of the operation that reads it.
-
-        Raises ``RuntimeError`` if the tensor was changed in place after it was saved.
-        """
+        """Unpack a tensor on the reading stream; ``RuntimeError`` if it was changed in place."""
         if type(saved) is not self.saved_type:
             return saved
         storage, index = saved.storage, saved.index
@@ -483,10 +477,7 @@ class ActivationStore:
         return True
 
     def trim_host_memory(self, nbytes: int) -> None:
-        """Replace all host memory with one slab of ``nbytes`` bytes; nothing may be in use.
-
-        Blocks the host until every copy has completed, and while the slab is pinned.
-        """
+        """Replace host memory, which is not in use, with one slab; wait until it is pinned."""
         self.copy_streams.finish()
         self.host_pool.trim_to(nbytes)
 

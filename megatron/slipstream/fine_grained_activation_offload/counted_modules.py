@@ -15,10 +15,7 @@ from megatron.slipstream.plan.trace import GroupKey
 
 
 class CountedModules:
-    """The counters of an iteration by module, and late H2D copies by the group that saved first.
-
-    Counts from C++ are added on demand.
-    """
+    """Counters of an iteration by module, and late copies by group; adds C++'s on demand."""
 
     def __init__(
         self,

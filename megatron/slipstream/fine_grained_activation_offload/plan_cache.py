@@ -102,10 +102,7 @@ one of a round ends, so that its times are read one iteration later."""
 
 @dataclass(eq=False)
 class PlanEntry:
-    """The plan for a sequence of marks, and measurements of iterations that followed it to the end.
-
-    A plan that is made again replaces the one in its entry.
-    """
+    """The plan for a sequence of marks, and measurements of iterations that followed it."""
 
     plan: Plan
     key: StepsKey

@@ -27,10 +27,7 @@ MAX_ITERATIONS_SHOWN = 500
 
 
 class ReportBuilder:
-    """Fills in the report of a rank, to which other parts write as well.
-
-    ``replayed`` has the passes replayed by graphs of whole chunks, by chunk name.
-    """
+    """Fills in the report of a rank, with the passes ``replayed`` by graphs of whole chunks."""
 
     def __init__(
         self,

@@ -43,10 +43,7 @@ def log_settings(config: OffloadConfig) -> None:
 
 
 def load_config(path: str | Path) -> OffloadConfig:
-    """Read a settings file.
-
-    Raises ``ValueError``, which names file and key, if a key or a value is invalid.
-    """
+    """Read a settings file; a ``ValueError`` names the file and the key that is wrong."""
     hints = get_type_hints(OffloadConfig)
     values = _read(path)
     for name in values:

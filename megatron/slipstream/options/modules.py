@@ -1,9 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Modules that Slipstream marks itself, beside those that megatron-core marks, and their rules.
-
-Their names are given in ``offload_modules`` like megatron-core's.
-"""
+"""Modules for ``offload_modules`` that Slipstream marks itself, and their rules."""
 
 from __future__ import annotations
 
@@ -98,10 +95,7 @@ def _if_on(names: Iterable[str], option: str, because: str) -> Rule:
 
 
 def _if_lacking(names: Iterable[str], option: str, because: str, letters: str = "") -> Rule:
-    """Return the rule that modules cannot move in a model that lacks what an option sets.
-
-    Layers of some letters in a pattern set the option, too.
-    """
+    """Return the rule for models without an option, which layers of these letters set, too."""
     return _refused(
         names,
         lambda f: f.lacks(option) and not has_layers(f, letters),

@@ -62,10 +62,7 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """How a stream of documents becomes samples. Equal plans of one corpus give equal samples.
-
-    Samples per global batch and the data-parallel ranks that share it have no effect with 'greedy'.
-    """
+    """How a stream of documents becomes samples. Equal plans of one corpus give equal samples."""
 
     limits: PackLimits
     packing: Literal["greedy", "balanced"] = "greedy"
@@ -193,7 +190,6 @@ class PackIndex:
 
     @classmethod
     def load(cls, folder: Path, name: str) -> Optional[Self]:
-        """Load the index that :meth:`save` wrote; None if there is none of this format."""
         paths = cls._paths(folder, name)
         if not all(path.is_file() for path in paths.values()):
             return None
@@ -241,7 +237,6 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return packed_sample(self.texts(pack), self.limits, self.masked_token)
 
     def texts(self, pack: Pack) -> list[NDArray[Any]]:
-        """Return the tokens of each piece, and the one after them."""
         return [
             self.corpus.get(piece.document, offset=piece.offset, length=piece.length + 1)
             for piece in pack
@@ -252,10 +247,7 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def watched(packs: Iterator[Pack], total: Optional[int], what: str) -> Iterator[Pack]:
-    """Yield the packs and show progress: a bar on stderr, or log lines without a terminal.
-
-    Nothing is shown during the first second.
-    """
+    """Yield the packs and show progress after a second: a bar on stderr, or log lines."""
     from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
     started_s = shown_s = time.monotonic()

@@ -36,7 +36,6 @@ class Piece(NamedTuple):
     """Consecutive tokens of one document that share a pack's attention."""
 
     document: int
-    """Index of the document in the corpus."""
     offset: int
     """Index of its first token in the document."""
     length: int
@@ -84,10 +83,7 @@ class PackLimits:
 
 
 def split(document: int, length: int, max_tokens: int) -> list[Piece]:
-    """Cut a document into pieces that fill a pack, and a last one with the rest.
-
-    Equal pieces of more than half a pack would leave the other half empty.
-    """
+    """Cut a document into full pieces and a rest: equal pieces would leave packs half empty."""
     return [
         Piece(document, offset, min(max_tokens, length - offset))
         for offset in range(0, length, max_tokens)
@@ -149,10 +145,7 @@ def balanced(
 
 
 def _deal(batch: Iterable[Pack], num_ranks: int) -> Iterator[Pack]:
-    """Assign the packs by descending cost, one to each rank in turn.
-
-    The most expensive pack of each turn is assigned to the rank with the least total so far.
-    """
+    """Deal packs by descending cost, in turns: the most expensive to the rank with the least."""
     totals = [0] * num_ranks
     by_cost = iter(sorted(batch, key=attention_work, reverse=True))
     while turn := list(itertools.islice(by_cost, num_ranks)):

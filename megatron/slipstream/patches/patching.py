@@ -1,10 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Apply monkey-patches and undo them.
-
-All targets of a call are resolved before the first is replaced, so a target that has moved raises
-an error that names it, and nothing changes.
-"""
+"""Apply monkey-patches and undo them: all of a call, or none if a target has moved."""
 
 from __future__ import annotations
 
@@ -185,10 +181,7 @@ def active() -> list[Patch]:
 
 
 def resolve(path: str, reason: str = "") -> tuple[Any, str]:
-    """Return the object that owns the last name of a dotted path, and that name.
-
-    If it does not exist, a ``RuntimeError`` names it, and the installed and tested releases.
-    """
+    """Return a dotted path's owner and last name; a ``RuntimeError`` names what is missing."""
     owner_path, _, name = path.rpartition(".")
     owner: Any = _MISSING
     parts = owner_path.split(".")

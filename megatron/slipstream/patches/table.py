@@ -1,10 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Every run-time change to megatron-core, Transformer Engine, Triton and torch.
-
-A row has the target, its replacement, the reason, and the upstream proposal. Rows are applied per
-feature; the documentation and ``slipstream doctor`` list both.
-"""
+"""Every run-time change to megatron-core, Transformer Engine, Triton and torch, by feature."""
 
 from __future__ import annotations
 
@@ -51,10 +47,7 @@ def _call(module: str, name: str, *values: Any) -> Any:
 
 
 def _lazy(module: str, name: str) -> partial[Any]:
-    """Return a function that imports ``name`` from a module of this package when called.
-
-    Those modules import megatron-core, which must not load before the CPU shims.
-    """
+    """Return a function that imports ``name`` when called, after the CPU shims are in place."""
     return partial(_call, module, name)
 
 

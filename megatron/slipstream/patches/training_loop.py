@@ -17,10 +17,7 @@ from megatron.slipstream.patches.patching import Patch, replacing
 
 
 class CheckpointRefusedError(ValueError):
-    """The options cannot load the checkpoint.
-
-    Raised before training starts: on every rank, or on the one whose part does not fit.
-    """
+    """The options cannot load the checkpoint; raised before training, maybe on one rank only."""
 
 
 def bound(patch: Patch, *values: Any) -> Patch:

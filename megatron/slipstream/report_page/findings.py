@@ -1,9 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Finds problems of a run, each with a fix, from its report alone.
-
-Each check is a function from a rank's report to its findings; :data:`CHECKS` lists them.
-"""
+"""Finds problems of a run, each with a fix, from its report alone, by :data:`CHECKS`."""
 
 from __future__ import annotations
 

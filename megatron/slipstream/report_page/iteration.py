@@ -134,10 +134,7 @@ class Iteration:
 
 
 def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
-    """Return a rank's iteration from its plan and the measurements that match the plan's steps.
-
-    A trace without times is drawn with evenly spaced marks, and copies as windows.
-    """
+    """Return a rank's iteration; without times, marks are even and copies are windows."""
     trace = plan.trace
     num_steps = len(trace.steps)
     is_measured = num_steps > 0 and len(rank.step_ms) == len(rank.step_stall_ms) == num_steps

@@ -138,10 +138,7 @@ class _ByTiles(torch.autograd.Function):
 def _needed(
     sums: Sequence[_GradientSum], needs: Sequence[bool], is_last: bool
 ) -> list[_GradientSum]:
-    """Return the sums that a tile adds to; the last one also to those that no tile needs.
-
-    Their parameters may get a gradient of zeros, as without tiles.
-    """
+    """Return the sums that a tile adds to; the last one also to those that no tile needs."""
     pairs = zip(sums, needs, strict=True)
     return [total for total, is_needed in pairs if is_needed or (is_last and not total.is_asked)]
 

@@ -1,9 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The callbacks of ``megatron.training.pretrain``: model, datasets, batch and loss.
-
-Models come from megatron's own builders, so every model flag keeps its meaning.
-"""
+"""The callbacks of ``megatron.training.pretrain``, with models of megatron's own builders."""
 
 from __future__ import annotations
 

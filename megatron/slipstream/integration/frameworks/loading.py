@@ -25,10 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def load(config: Optional[OffloadConfig] = None) -> None:
-    """Prepare the engine: it is installed when a model with offloading is first called.
-
-    ``config`` is as for :func:`install`; a settings file that cannot be used is a ``ValueError``.
-    """
+    """Prepare the engine: it is installed when a model with offloading is first called."""
     log_to_stderr()
     effective = config or config_from_environment()  # Raises now if it is invalid.
     if effective.offload_engine == "megatron":

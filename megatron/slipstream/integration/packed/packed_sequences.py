@@ -1,9 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Packed training in megatron: datasets, batches, and the forward pass of a micro-batch.
-
-For the layout of a batch see ``packed_sequences/batch.py``, [Note: Static packed sequences].
-"""
+"""Packed training in megatron: datasets, batches, and the forward pass of a micro-batch."""
 
 from __future__ import annotations
 
@@ -69,10 +66,7 @@ class PackedDatasetConfig(GPTDatasetConfig):
 
 
 class PackedGPTDataset(MegatronDataset):
-    """Packed samples of one corpus, built by megatron's dataset builder.
-
-    Its index is cached in the same place as megatron's: ``data_cache_path``, or beside the corpus.
-    """
+    """Packed samples of one corpus, built by megatron's dataset builder with a cached index."""
 
     config: PackedDatasetConfig
 
