@@ -93,7 +93,10 @@ class MarksInPython:
 
 
 class ActivationStore:
-    """Saves, offloads and reloads storages, here in Python; callers decide which and when."""
+    """Saves, offloads and reloads storages. Callers decide which and when.
+
+    This one does so in Python; ``native_store`` leaves the common cases to C++ (``native``).
+    """
 
     is_native = False
     saved_type: type[Any] = SavedTensor
@@ -261,7 +264,10 @@ class ActivationStore:
         return SavedTensor(storage, storage.save(tensor, group.serial), group)
 
     def read(self, saved: Any) -> torch.Tensor:
-        """Unpack a tensor on the reading stream; ``RuntimeError`` if it was changed in place."""
+        """Unpack a saved tensor, on the stream of the operation that reads it.
+
+        Raises ``RuntimeError`` if the tensor was changed in place after it was saved.
+        """
         if type(saved) is not self.saved_type:
             return saved
         storage, index = saved.storage, saved.index
@@ -477,7 +483,10 @@ class ActivationStore:
         return True
 
     def trim_host_memory(self, nbytes: int) -> None:
-        """Replace host memory, which is not in use, with one slab; wait until it is pinned."""
+        """Replace all host memory with one slab of ``nbytes`` bytes; nothing may be in use.
+
+        Blocks the host until every copy has completed, and while the slab is pinned.
+        """
         self.copy_streams.finish()
         self.host_pool.trim_to(nbytes)
 

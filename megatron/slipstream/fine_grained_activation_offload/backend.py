@@ -167,7 +167,10 @@ class Backend(ABC):
 
     @abstractmethod
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        """Allocate uninitialized, page-aligned uint8 memory for copies, or ``RuntimeError``."""
+        """Allocate uninitialized, page-aligned uint8 host memory for asynchronous copies.
+
+        Raises ``RuntimeError`` (or ``MemoryError``) if there is too little memory.
+        """
 
     @abstractmethod
     def free_host(self, buffer: torch.Tensor) -> None:
@@ -206,7 +209,10 @@ class Backend(ABC):
         """Start a new peak at the bytes allocated now."""
 
     def begin_peak(self, name: str = "") -> int:
-        """Start a peak that other resets leave alone; return the bytes allocated now, or 0."""
+        """Start a peak that, unlike :meth:`memory`'s, survives :meth:`reset_peak_memory`.
+
+        Peaks of other names go on. Returns the device bytes allocated now; 0 if not counted.
+        """
         self.reset_peak_memory()
         self._past_peaks = {**self._past_peaks, name: 0}
         reading = self.memory()

@@ -56,7 +56,10 @@ class CopyTime(NamedTuple):
 
 
 def measure_link(store: ActivationStore) -> Optional[Bandwidth]:
-    """Measure the link between two iterations by about ten copies; None if that is impossible."""
+    """Measure the bandwidth of copies between two iterations, in memory of a store.
+
+    Blocks the host for about ten copies. None if memory is short, or the backend takes no times.
+    """
     pool = store.host_pool
     if pool.allocated_bytes < BANDWIDTH_NBYTES:
         return None  # Almost nothing moves, so no memory is pinned for a measurement.

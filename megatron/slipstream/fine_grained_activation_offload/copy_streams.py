@@ -249,7 +249,10 @@ class CopyStreams:
         self._backend.empty_device(memory)
 
     def note_copy_out(self, source: Bytes) -> None:
-        """Tell the allocator that d2h reads this: [Note: Layers that run in nodes]."""
+        """Tell the allocator that d2h reads memory whose own stream may not wait by E3.
+
+        See [Note: Layers that run in nodes].
+        """
         self._hold_for(Edge.E8, source.view(), self.d2h)
 
     def follow_copy_out(
@@ -305,7 +308,10 @@ class CopyStreams:
         self._wait(Edge.E5, None, stream_id, signal, label)
 
     def note_read(self, returned: torch.Tensor) -> None:
-        """Tell the allocator that the current stream reads a tensor of another stream."""
+        """Tell the allocator that the current stream reads a reloaded tensor until it is deleted.
+
+        Only needed if its memory was allocated for another stream.
+        """
         here = self._backend.current_stream()
         self._hold_for(Edge.E8, returned, here)  # [Note: Memory belongs to a stream]
 
@@ -315,7 +321,10 @@ class CopyStreams:
         copied_in: Optional[Signal],
         allocated_for: Optional[Here],
     ) -> None:
-        """Release reloaded memory that was never read; ``allocated_for`` may reuse it next."""
+        """Release reloaded device memory that was never read.
+
+        The caller deletes its last reference; ``allocated_for`` may reuse it next.
+        """
         if memory is None or copied_in is None or allocated_for is None:
             return
         stream_id, stream = allocated_for

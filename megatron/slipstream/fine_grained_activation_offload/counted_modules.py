@@ -15,7 +15,10 @@ from megatron.slipstream.plan.trace import GroupKey
 
 
 class CountedModules:
-    """Counters of an iteration by module, and late copies by group; adds C++'s on demand."""
+    """The counters of an iteration by module, and late H2D copies by the group that saved first.
+
+    Counts from C++ are added on demand.
+    """
 
     def __init__(
         self,

@@ -123,7 +123,10 @@ class OffloadEngine:
         self.follow_in_python()
 
     def follow_in_python(self) -> None:
-        """Run the rest of this iteration in Python: C++ does not ask whether it is suspended."""
+        """Run the rest of this iteration's steps in Python.
+
+        C++ does not check whether offloading is suspended.
+        """
         self.executor.follow_in_python(self.now)
 
     @property
@@ -136,7 +139,10 @@ class OffloadEngine:
         return self.now.plan or self.lifecycle.last_plan
 
     def change_assignment(self, assignment: Assignment) -> None:
-        """Follow only plans of this assignment from the next pass on; not within an iteration."""
+        """Follow only plans of this assignment, which the layers have from the next pass on.
+
+        Raises ``RuntimeError`` if an iteration has begun and not ended.
+        """
         if assignment == self.lifecycle.plans.assignment:
             return
         self._restart_if_abandoned()
@@ -152,7 +158,10 @@ class OffloadEngine:
     # The life of a pass and of its groups.
 
     def begin_pass(self, vp_stage: int, policy: PassPolicy, pp_rank: int = 0) -> None:
-        """Begin a pass through a model chunk, unless it has no gradients or is recomputation."""
+        """Begin the pass of a micro-batch through a model chunk.
+
+        Passes without gradients, and recomputations in backward, are ignored.
+        """
         self.now.leave_pass()
         self.now.started = None
         if not self._is_training_forward():
@@ -208,7 +217,10 @@ class OffloadEngine:
         self.advance(StepKind.FORWARD_START, group)
 
     def take_started(self) -> Optional[OffloadTensorGroup]:
-        """Return the group whose region is being entered; None if the plan keeps it."""
+        """Return the group whose region is being entered, if its saved tensors are tracked.
+
+        Also None if the plan keeps the group: its saved tensors are then not needed.
+        """
         group, self.now.started = self.now.started, None
         return None if group is None or self._stays(group) else group
 
@@ -279,7 +291,9 @@ class OffloadEngine:
 
         Neither the failed pass nor those before it are in what is recorded of the iteration, so
         that no plan is made from it. Call once all references to what the pass has saved are gone.
-        Raises ``RuntimeError`` if backward of an earlier pass is still to come.
+
+        Raises:
+            RuntimeError: Backward of an earlier pass is still to come.
         """
         if self.has_earlier_passes:
             raise RuntimeError("a pass cannot be discarded while others wait for their backward")
@@ -340,7 +354,10 @@ class OffloadEngine:
     def commit_group(
         self, name: str, given_up: Sequence[torch.Tensor] = ()
     ) -> Optional[OffloadTensorGroup]:
-        """Commit the open group of a name; forward no longer reads ``given_up`` tensors."""
+        """Commit the open group called ``name``, which has saved everything; None if none is open.
+
+        Forward no longer reads ``given_up`` tensors, though other references may exist.
+        """
         now = self.now
         group = now.chunk.commit_group(name) if now.chunk is not None else None
         if group is not None:
@@ -378,7 +395,10 @@ class OffloadEngine:
             self.advance(kind, mark_of_no_group(chunk, kind))
 
     def mark_gradient(self, kind: StepKind, tensors: list[torch.Tensor]) -> None:
-        """Mark, once, where backward first has the gradient of any of these tensors."""
+        """Mark, once, where backward first has the gradient of any of these tensors.
+
+        The mark is BACKWARD_START, OUTPUT_BACKWARD_START or OUTPUT_BACKWARD_END.
+        """
         if self._marks.mark_gradient(self, kind, tensors):
             return
         chunk = self._marked_pass()

@@ -84,7 +84,10 @@ class SharedHostLimit:
             return [pool for pool in (known() for known in self._members) if pool is not None]
 
     def join(self, pool: HostPool, given_bytes: Optional[int] = None) -> None:
-        """Give a new engine's pool its share, of the user's limit if one is given."""
+        """Give a new engine's pool its share, until :meth:`leave` or until the pool is deleted.
+
+        ``given_bytes`` is the limit of the process that its user has set, if any.
+        """
         with self._lock:
             if not self._members:
                 self._default_bytes = self._find_default()

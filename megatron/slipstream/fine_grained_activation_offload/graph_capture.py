@@ -107,7 +107,10 @@ class _Decided(NamedTuple):
 
 
 class GraphCaptures:
-    """The sets of graphs of an engine, at most one in use, which handle marks in a capture."""
+    """The sets of graphs of one engine: at most one is in use.
+
+    Handles group marks in place of the manager while a graph is captured.
+    """
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store
@@ -216,7 +219,10 @@ class GraphCaptures:
             )
 
     def begin_set(self, vp_stage: int, number: int, cp_size: int, pool: HostPool) -> None:
-        """Begin the warm-up and capture of a set of a chunk's graphs, with its host memory."""
+        """Begin the warm-up and capture of one set of graphs of a model chunk.
+
+        ``pool`` is its host memory, from :func:`pool_for_graphs`.
+        """
         self._set = _Set(vp_stage, number)
         self._pools[self._set] = pool
         self._numbered = (number, cp_size)
@@ -250,7 +256,10 @@ class GraphCaptures:
             )
 
     def reserve(self) -> None:
-        """Reserve host memory after each layer's warm-up: a capture cannot pin any."""
+        """Reserve host memory for the warmed-up layers: none can be pinned during a capture.
+
+        Called after each layer's warm-up, which may have added modules.
+        """
         if self._set not in self._pools:
             self._pools[self._set] = pool_for_graphs(self._store)
         hold(self._pools[self._set], self._needed_bytes())
@@ -276,7 +285,10 @@ class GraphCaptures:
     def begin_forward(
         self, vp_stage: int, layer_number: int, inputs: Iterable[torch.Tensor]
     ) -> GraphedLayer:
-        """Begin capturing a forward graph; the layer numbers of a chunk ascend."""
+        """Begin capturing a forward graph with these static inputs from the current stream.
+
+        Layer numbers ascend in the chunk.
+        """
         chunk, before = self._pass_of(vp_stage, layer_number)
         number, cp_size = self._numbered or (chunk.micro_batch, ONE_SIZE)
         layer = GraphedLayer(before)

@@ -34,7 +34,10 @@ _ALLOWED = {
 
 
 class OffloadTensorGroup:
-    """The tensors that one marked sub-module saved in a pass; those below ``min_numel`` stay."""
+    """The tensors that one marked sub-module saved in one pass.
+
+    Tensors whose memory has fewer elements than ``min_numel`` stay on the device.
+    """
 
     __slots__ = (
         *("serial", "label", "key", "name", "state", "min_numel", "is_read_first"),

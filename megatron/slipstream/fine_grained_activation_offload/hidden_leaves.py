@@ -65,7 +65,10 @@ def _count(reference: LeafReference) -> Optional[_References]:
 
 @functools.cache
 def _references_of_a_hidden_leaf() -> Optional[_References]:
-    """Return the counts of a known hidden leaf; None if this torch does not hide leaves."""
+    """Return the counts of a known hidden leaf, which depend on the Python and torch versions.
+
+    None if this torch version does not hide leaves this way; then no leaf counts as hidden.
+    """
     found: list[LeafReference] = []
 
     def pack(tensor: torch.Tensor) -> None:

@@ -170,7 +170,10 @@ class Layout:
         return tuple(self._newest.values())
 
     def begin(self, carried: Iterable[Any]) -> None:
-        """Begin an iteration with no buffer in use, after the signals ``carried`` over."""
+        """Begin an iteration, with no buffer in use.
+
+        ``carried`` are the signals after the last copies of earlier iterations.
+        """
         self.is_followed = True
         self._allocations.clear()
         self._newest = {}
@@ -178,7 +181,10 @@ class Layout:
         self._carried = self.newest
 
     def allocate(self, storage: int, nbytes: int) -> Optional[HostAllocation]:
-        """Return the buffer of ``Trace.storages[storage]`` as planned; None if it is not free."""
+        """Return the buffer of ``Trace.storages[storage]``, whose length must be as planned.
+
+        None if it is not planned, or if its bytes are still in use.
+        """
         buffer = self._buffers.get(storage)
         if buffer is None or storage in self._allocations:
             return None
@@ -336,7 +342,10 @@ class HostPool:
         return self._classes.Layout(buffers, list(self._slab_bytes), self._usage)
 
     def follow(self, layout: Any) -> bool:
-        """Begin an iteration with this layout; return False if buffers are in use."""
+        """Begin an iteration with a layout of this :attr:`generation`: [Note: Layouts].
+
+        Return whether that is possible: no buffer may be in use.
+        """
         if self.in_use_bytes:
             return False
         known = self.layout
@@ -415,7 +424,10 @@ class HostPool:
         return is_unused and (self.layout is None or self.layout.is_idle)
 
     def recover(self, finish: Callable[[], None]) -> None:
-        """Free what an exception left in use; ``finish`` waits for all copies (edge E7)."""
+        """Free the buffers that an exception has left in use. Call between iterations.
+
+        ``finish`` blocks the host until every copy has completed (edge E7).
+        """
         self._is_busy = False
         lost = [item.allocation for item in self._in_use.values() if item.allocation.is_lost]
         layout_has_lost = self.layout is not None and self.layout.has_lost

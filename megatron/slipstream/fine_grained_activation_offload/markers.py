@@ -55,7 +55,10 @@ class CommitMark:
 
 
 def at_first_gradient(tensors: Iterable[torch.Tensor], come: Callable[[], None]) -> None:
-    """Call ``come``, which changes no gradient, once backward has that of one of these tensors."""
+    """Call ``come`` once, when backward has the gradient of any of these tensors.
+
+    Those that do not require gradients are skipped; ``come`` must not change gradients.
+    """
     waiting = [come]
 
     def arrive(_: torch.Tensor) -> None:
@@ -90,7 +93,11 @@ CHECKPOINT_INPUTS = "checkpoint_inputs"
 
 
 def run_checkpoint(engine: Any, run: Callable[[], Any]) -> Any:
-    """Run a checkpoint; the tensors that it saves form a group if the engine moves them."""
+    """Run a checkpoint; the tensors that it saves form a group if the engine moves them.
+
+    ``run`` calls an autograd function that runs part of the model without gradients and saves its
+    inputs.
+    """
     if not engine.moves_checkpoint_inputs or engine.owner_of_marks() is not engine:
         return run()
     engine.start_group(CHECKPOINT_INPUTS)

@@ -1,6 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The activation store whose common cases C++ handles; others are left to the Python method."""
+"""The activation store whose common cases C++ handles.
+
+C++ works on the same objects. Where it cannot handle a case (timing, capture, verification, memory
+with other references), it returns False with no effect, and the Python method does.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,10 @@ _discarded: dict[int, dict[str, Any]] = {}
 
 
 def read(device: int) -> dict[str, Any]:
-    """Return a GPU's ``torch.cuda.memory_stats_as_nested_dict()``, with peaks since any reset."""
+    """Return the allocator's own statistics, with peaks since any reset, of a GPU by its index.
+
+    A dictionary as ``torch.cuda.memory_stats_as_nested_dict()`` returns it.
+    """
     statistics: dict[str, Any] = inspect.unwrap(torch._C._cuda_memoryStats)(device)
     return statistics
 

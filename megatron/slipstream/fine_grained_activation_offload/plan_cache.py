@@ -102,7 +102,10 @@ one of a round ends, so that its times are read one iteration later."""
 
 @dataclass(eq=False)
 class PlanEntry:
-    """The plan for a sequence of marks, and measurements of iterations that followed it."""
+    """The plan for a sequence of marks, and measurements of iterations that followed it to the end.
+
+    A plan that is made again replaces the one in its entry.
+    """
 
     plan: Plan
     key: StepsKey

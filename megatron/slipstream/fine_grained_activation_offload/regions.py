@@ -41,7 +41,10 @@ class Regions:
     def enter(
         self, group: Optional[OffloadTensorGroup], reader: Any, sets_flag: bool = True
     ) -> None:
-        """Enter a region, without a group if nothing is tracked; see ``ActivationStore.hooks``."""
+        """Enter a region of a group; None if saved tensors need not be tracked.
+
+        For ``reader`` see ``ActivationStore.hooks``; :attr:`flag` is set if ``sets_flag``.
+        """
         if group is not None and self._others_save():
             group.kinds_staying |= Staying.TAKEN.bit
             group = None

@@ -27,7 +27,10 @@ MAX_ITERATIONS_SHOWN = 500
 
 
 class ReportBuilder:
-    """Fills in the report of a rank, with the passes ``replayed`` by graphs of whole chunks."""
+    """Fills in the report of a rank, to which other parts write as well.
+
+    ``replayed`` has the passes replayed by graphs of whole chunks, by chunk name.
+    """
 
     def __init__(
         self,

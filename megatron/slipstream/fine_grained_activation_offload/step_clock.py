@@ -76,6 +76,7 @@ class StepClock:
         self._marks.append((event, len(self.timings.stalls)))
 
     def restart(self) -> None:
+        """Discard the steps recorded so far."""
         self._marks.clear()
         self.timings.clear()
 

@@ -96,7 +96,10 @@ class CaptureParameters:
 
 
 def _places_in(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield what holds parameters: a module, and its objects that are no modules (Mamba's)."""
+    """Yield what holds parameters: the module, and its objects that are no modules.
+
+    A Mamba mixer has such an object, which gives each context-parallel rank its part of them.
+    """
     yield module._parameters
     for item in vars(module).values():
         if isinstance(getattr(item, "__dict__", None), dict):

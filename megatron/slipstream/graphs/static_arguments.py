@@ -81,7 +81,10 @@ class StaticArguments:
         return {name: _with_tensors(value, tensors) for name, value in self.rest.items()}
 
     def tensors_of(self, arguments: Mapping[str, Any]) -> Optional[Sequence[torch.Tensor]]:
-        """Return the tensors of a later call, quickly; None if graphs cannot run it."""
+        """Return the tensors of a later call, like :attr:`tensors`; None if graphs cannot run it.
+
+        Runs for every micro-batch, so it takes nothing apart that it need not compare.
+        """
         found: list[torch.Tensor] = []
         if not _match_inside(dict, self.rest, arguments, found):
             return None

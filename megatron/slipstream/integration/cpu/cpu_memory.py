@@ -95,7 +95,10 @@ class DeviceMemoryMeter(TorchDispatchMode):
         return result
 
     def _see(self, output: torch.Tensor, args: Any, kwargs: Any) -> None:
-        """Count an operation's result unless it was passed to it: it may have existed before."""
+        """Count the storage of an operation's result unless it was passed to the operation.
+
+        So storages that existed before, or that no operation created, are never counted later.
+        """
         key = memory_of(output)
         # The second saves the search below.
         if key is None or key in self._live:

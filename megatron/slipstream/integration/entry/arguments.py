@@ -1,6 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The command line of the training script: one parser of megatron's flags and ours."""
+"""The command line of the training script: one parser of megatron's flags and ours.
+
+:mod:`checks` does the steps after parsing.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add only the engine's flags: an ``extra_args_provider`` for other scripts."""
+    """Add only the engine's flags: an ``extra_args_provider`` for other scripts.
+
+    Raises ``ValueError`` if the settings file, which sets their defaults, cannot be used.
+    """
     _add_group(parser, *GROUPS[0])
     return parser
 

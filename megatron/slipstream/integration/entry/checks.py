@@ -57,7 +57,10 @@ from megatron.slipstream.options.training import (
 
 
 def parse_and_validate(argv: Sequence[str]) -> Any:
-    """Parse, check and validate arguments, and set them as global, or raise ``ValueError``."""
+    """Parse arguments, check them, validate them with megatron, and set them as global.
+
+    Raises ``ValueError`` with the first error, which names option, value and remedy.
+    """
     # A broken Transformer Engine breaks the import of megatron-core; report it first.
     facts = preflight.collect()
     rules.require(preflight.check_process(facts, offloading=False))

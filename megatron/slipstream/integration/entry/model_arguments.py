@@ -1,6 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Derive a model's shape from flags, as megatron completes and validates them, for a plan."""
+"""Derive a model's shape from megatron's flags, for a plan without a GPU.
+
+Megatron parses and validates the flags, so every default and derived value is the same as in
+training. Models whose sizes cannot be derived are refused.
+"""
 
 from __future__ import annotations
 

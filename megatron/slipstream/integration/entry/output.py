@@ -107,7 +107,10 @@ class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
 
 
 class _Stream(io.TextIOBase):
-    """Writes to a replaceable target, since handlers keep it; equal warnings only once."""
+    """Writes to a replaceable target, since megatron's handlers keep the stream after training.
+
+    Equal warnings, such as those of every layer in every iteration, are written once.
+    """
 
     def __init__(self, target: TextIO) -> None:
         self.target = target

@@ -1,6 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The callbacks of ``megatron.training.pretrain``, with models of megatron's own builders."""
+"""The callbacks of ``megatron.training.pretrain``: model, datasets, batch and loss.
+
+Models come from megatron's own builders, so every model flag keeps its meaning.
+"""
 
 from __future__ import annotations
 

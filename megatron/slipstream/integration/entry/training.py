@@ -1,6 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Training entry point: check megatron's flags and ours before anything starts, then train."""
+"""Training entry point: check megatron's flags and ours before anything starts, then ``pretrain``.
+
+``pretrain_gpt.py`` calls :func:`main`. Until training starts, user errors raise ``ValueError``;
+:func:`main` prints them as one line and returns exit code 2.
+"""
 
 from __future__ import annotations
 

@@ -249,7 +249,10 @@ class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
         return tokens_per_expert
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Return int64 rows per local expert, from bool ``[num_tokens, num_experts]``."""
+        """Compute the destination of each row, from bool ``[num_tokens, num_experts]``.
+
+        Returns int64 ``[num_local_experts]``: the number of rows for each local expert.
+        """
         self.num_out_tokens = routing_map.shape[0] * self.config.moe_router_topk
         counts = routing_map.sum(0)
         if self.ep_size == 1:

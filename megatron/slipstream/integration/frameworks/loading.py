@@ -25,7 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 def load(config: Optional[OffloadConfig] = None) -> None:
-    """Prepare the engine: it is installed when a model with offloading is first called."""
+    """Prepare the engine: it is installed when a model with offloading is first called.
+
+    ``config`` is as for :func:`install`; a settings file that cannot be used is a ``ValueError``.
+    """
     log_to_stderr()
     effective = config or config_from_environment()  # Raises now if it is invalid.
     if effective.offload_engine == "megatron":

@@ -27,7 +27,10 @@ from megatron.slipstream.integration.packed.context_parallel_groups import (
 
 
 def sizes_of(model: torch.nn.Module, limits: Optional[RankLimits]) -> CpSizes:
-    """Return the sizes of a chunk's micro-batches, by a collective of all ranks if dynamic."""
+    """Return the sizes of a model chunk's micro-batches.
+
+    With dynamic context parallelism it needs the process groups, a collective of all ranks.
+    """
     if limits is None:
         return CpSizes()
     return DynamicSizes(model, limits, context_parallel_groups(limits))

@@ -105,7 +105,10 @@ class LayerCopies:
 def offload_layers(
     layers: Iterable[Any], vp_stage: int, find_engine: FindEngine
 ) -> list[Callable[[], None]]:
-    """Make layers offload inside their graphs, not captured yet; return how to undo it."""
+    """Make layers, not captured yet, offload inside their graphs; return how to undo it.
+
+    They are graphable layers of one chunk, with ``graph_copies``.
+    """
     undo: list[Callable[[], None]] = []
     for layer in layers:
         if layer.graph_copies is None:

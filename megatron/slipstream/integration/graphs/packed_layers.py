@@ -134,7 +134,11 @@ class PackedLayers:
 
     @staticmethod
     def capture_with(helper: Any) -> None:
-        """Capture the layers that have run with packed sequences, on all ranks or on none."""
+        """Capture the layers that have run with packed sequences.
+
+        Raises ``ValueError`` if Transformer Engine is too old, ``RuntimeError`` if another rank
+        failed.
+        """
         require(preflight.check_graphs(preflight.collect(), is_packed=True))
         config = helper.config
         tracker = get_cuda_rng_tracker()
@@ -289,7 +293,10 @@ class PackedLayers:
         return self._loaded[key][1]
 
     def has_slot_for(self, layer: Any) -> bool:
-        """Return whether the micro-batch has a set of graphs; the first layer takes one."""
+        """Return whether the current micro-batch has a set of graphs, before its layer runs.
+
+        The first layer takes one for the whole chunk: [Note: Slots of layer graphs].
+        """
         if layer is self._layers[0]:
             self._taken = None
             name = f"the layers of model chunk {self._stage}"
@@ -331,7 +338,10 @@ class PackedLayers:
 
 
 def pack_layers(chunk: torch.nn.Module, limits: Optional[RankLimits]) -> PackedLayers:
-    """Make layers, not captured yet, take packed sequences, except those that do already."""
+    """Make the layers of a model chunk take packed sequences, except those that do already.
+
+    They must not be captured yet. ``limits`` are those of ``with_packed_layer_graphs``.
+    """
     model: Any = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
     packed = PackedLayers(model, sizes_of(model, limits))
     for layer in model.decoder.layers:

@@ -326,7 +326,10 @@ class _TiledLossMixin:
 
 
 class _TiledOutputLayerMixin(_Tiled):
-    """An output layer that computes losses by tiles, and saves hidden states and labels."""
+    """An output layer that computes losses tile by tile where its model has labels.
+
+    Saved for backward: the hidden states and the labels.
+    """
 
     part = "output_layer"
     labels: Optional[torch.Tensor] = None

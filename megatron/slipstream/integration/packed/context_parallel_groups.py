@@ -31,7 +31,10 @@ _groups: Optional[ContextParallelGroups] = None
 
 
 def context_parallel_groups(limits: RankLimits) -> ContextParallelGroups:
-    """Return the groups; the first call creates them, a collective over all ranks of the job."""
+    """Return the groups; the first call creates them, a collective over all ranks of the job.
+
+    Raises ``ValueError`` if megatron's process groups do not match the sizes.
+    """
     global _groups
     everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if _groups is not None and _groups.everyone is everyone:

@@ -1,6 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Packed training in megatron: datasets, batches, and the forward pass of a micro-batch."""
+"""Packed training in megatron: datasets, batches, and the forward pass of a micro-batch.
+
+For the layout of a batch see ``packed_sequences/batch.py``, [Note: Static packed sequences].
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,10 @@ class PackedDatasetConfig(GPTDatasetConfig):
 
 
 class PackedGPTDataset(MegatronDataset):
-    """Packed samples of one corpus, built by megatron's dataset builder with a cached index."""
+    """Packed samples of one corpus, built by megatron's dataset builder.
+
+    Its index is cached in the same place as megatron's: ``data_cache_path``, or beside the corpus.
+    """
 
     config: PackedDatasetConfig
 

@@ -1,6 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Progress and record of a training run, from megatron's forward step, loss and finalisation."""
+"""Progress and record of a training run, from megatron's callbacks.
+
+In every schedule these are the forward step, the loss function and the function that finalises
+gradients after the last backward pass.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +207,10 @@ def _mean(losses: list[torch.Tensor]) -> Optional[float]:
 
 
 def _digest(tensors: Iterable[Optional[torch.Tensor]]) -> str:
-    """Return the SHA-256 of tensors' bytes in order; with FSDP, of this rank's part."""
+    """Return the SHA-256 of the tensors' bytes in order: equal only for bitwise equal tensors.
+
+    Of a tensor that FSDP divides, this rank's part.
+    """
     digest = hashlib.sha256()
     for tensor in tensors:
         if tensor is not None:

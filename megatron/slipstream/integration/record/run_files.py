@@ -1,6 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Output files of training (report, trace, run record), also written between iterations."""
+"""Output files of training: report, trace and run record.
+
+They are written whenever training ends under Python's control, and between iterations, so that a
+killed run leaves the figures of an earlier iteration.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,10 @@ class RunFiles:
     _written: list[str] = field(default_factory=list, init=False)
 
     def write_between(self, monitor: Optional[Monitor], num_done: int) -> None:
-        """Write this rank's files, but no page, if ``num_done`` completes an interval."""
+        """Write this rank's files if ``num_done`` completes an interval. Not a collective.
+
+        The report page is not written, since that takes long.
+        """
         if self.interval and num_done % self.interval == 0:
             self._write_own(monitor, is_end=False)
 
@@ -51,7 +58,10 @@ class RunFiles:
         self._log_written()
 
     def write_alone(self, monitor: Optional[Monitor] = None) -> None:
-        """Write this rank's figures after a failure; raise nothing, so that it is shown."""
+        """Write this rank's figures when the other ranks may be missing, as after a failure.
+
+        Raises nothing, so that the exception that ends training is shown.
+        """
         try:
             report = None if self.engine is None else self.engine.report()
             self._write_own(monitor, is_end=False, report=report)

@@ -202,7 +202,10 @@ class PipelineOffloadManager:
         given_up: Sequence[torch.Tensor] = (),
         is_delayed: bool = False,
     ) -> torch.Tensor:
-        """End a group as ``OffloadEngine.end``; a delayed one at :meth:`flush_delayed_groups`."""
+        """End a group as ``OffloadEngine.end``.
+
+        If it is delayed, the commit waits for :meth:`flush_delayed_groups` during a replay.
+        """
         if not (is_delayed and self._in_replay):
             return self.engine.end(tensor, name, given_up)
         mark = self.cur_forward_chunk()

@@ -92,6 +92,7 @@ class RoutedManager(PipelineOffloadManager):
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
+        """Suspend offloading for all models of the process."""
         before = self.do_offload
         self.disable_offload()
         try:
@@ -189,6 +190,7 @@ class _Model:
         return [chunk for chunk in (reference() for reference in self._chunks) if chunk is not None]
 
     def can_add(self, chunk: Any) -> bool:
+        """Whether ``chunk`` can be another virtual pipeline stage of this model."""
         return all(
             _num_stages(other) == _num_stages(chunk) and stage_of(other) != stage_of(chunk)
             for other in self.chunks
@@ -317,6 +319,7 @@ class Router:
 
     @contextlib.contextmanager
     def calling(self, chunk: Any, inputs: Any = ()) -> Iterator[None]:
+        """Context of a call of ``chunk``, with these arguments."""
         manager = self.manager_of(chunk) if self.is_training else None
         budget = None if manager is None else manager.budget
         seam = mcore_offload.PipelineOffloadManager

@@ -35,6 +35,7 @@ _IN_MODEL: _Groups = (
     ("output_layer", "decoder.final_norm"),  # of a hybrid model
     ("output_layer", "output_layer"),
 )
+"""Groups of a model chunk."""
 
 _IN_LAYER: _Groups = (
     ("mla_down_proj", "self_attention.linear_q_proj"),  # without a latent query
