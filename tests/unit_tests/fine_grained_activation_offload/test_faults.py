@@ -52,13 +52,9 @@ class Rig:
 
 def _run_with(rig: Rig, method: str, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """An iteration in which one method of the second layer is replaced."""
-    layer = rig.chunks[0].layers[1]
-    original = getattr(layer, method)
-    setattr(layer, method, replacement)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.chunks[0].layers[1], method, replacement)
         run_schedule(rig.chunks, SCHEDULE, rig.manager)
-    finally:
-        setattr(layer, method, original)
 
 
 def _raise_in_forward(rig: Rig, error: BaseException) -> None:
@@ -66,6 +62,15 @@ def _raise_in_forward(rig: Rig, error: BaseException) -> None:
         raise error
 
     _run_with(rig, "first", failing)
+
+
+def _raise_between_groups(rig: Rig, error: BaseException) -> None:
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.chunks[0].layers[1].norm, "forward", failing)
+        run_schedule(rig.chunks, SCHEDULE, rig.manager)
 
 
 def _raise_in_backward(rig: Rig, error: BaseException) -> None:
@@ -136,6 +141,7 @@ def _new_model(rig: Rig, error: BaseException) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Rig, BaseException], None], type[BaseException]]] = {
     "exception in forward": (_raise_in_forward, ZeroDivisionError),
+    "exception between groups": (_raise_between_groups, ZeroDivisionError),
     "exception in backward": (_raise_in_backward, ZeroDivisionError),
     "KeyboardInterrupt in forward": (_raise_in_forward, KeyboardInterrupt),
     "KeyboardInterrupt in backward": (_raise_in_backward, KeyboardInterrupt),
@@ -163,6 +169,7 @@ def test_the_next_iteration_is_right(backend: str, fault: str, num_before: int) 
         assert rig.is_right()
     gc.collect()  # the exception held the frames, and they the graph
     assert rig.manager.store.host_pool.in_use_bytes == 0
+    assert rig.manager.report.total.num_late == 0
 
 
 def _alive_in_cpp(is_on_gpu: bool) -> dict[str, int]:

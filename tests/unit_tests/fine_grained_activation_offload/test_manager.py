@@ -41,7 +41,17 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("lag, depth", [(0, 0), (1, 1), (3, 2)])
+@pytest.mark.parametrize(
+    "backend, lag, depth",
+    [
+        ("cpu", 1, 1),
+        *(
+            (backend, lag, depth)
+            for backend in ("cpu-lazy", LAZY_NATIVE)
+            for lag, depth in ((0, 0), (1, 1), (3, 2))
+        ),
+    ],
+)
 def test_gradients_are_those_without_the_engine(
     backend: str, schedule: str, lag: int, depth: int
 ) -> None:
@@ -149,58 +159,14 @@ def test_forward_only_passes_change_nothing(backend: str, when: str) -> None:
     assert manager.report.num_plans == (2 if when == "between forwards" else 1)
 
 
-@pytest.mark.parametrize("iteration", [0, 1, 3], ids=lambda n: f"in iteration {n}")
-@pytest.mark.parametrize("where", ["in a region", "between groups", "in backward"])
-def test_the_iteration_after_an_exception_is_right(
-    backend: str, iteration: int, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chunks = make_chunks(1)
-    schedule = SCHEDULES["1F1B first of two"]
-    expected = run_schedule(chunks, schedule, None)
-    manager = make_manager(backend)
-    for _ in range(iteration):
-        run_schedule(chunks, schedule, manager)
-    with monkeypatch.context() as patch:
-        _break(chunks[0], where, patch)
-        with pytest.raises(ZeroDivisionError):
-            run_schedule(chunks, schedule, manager)
-    gc.collect()
-    for _ in range(3):
-        assert all_equal(expected, run_schedule(chunks, schedule, manager))
-    assert manager.store.host_pool.in_use_bytes == 0
-    assert manager.report.total.num_late == 0
-
-
-def _break(chunk: Chunk, where: str, patch: pytest.MonkeyPatch) -> None:
-    layer = chunk.layers[1]
-    calls = []
-
-    def failing(*_: object) -> torch.Tensor:
-        raise ZeroDivisionError
-
-    def failing_in_backward(x: torch.Tensor) -> torch.Tensor:
-        out = type(layer).second(layer, x)
-        if not calls:
-            out.register_hook(failing)
-        calls.append(None)
-        return out
-
-    if where == "in a region":
-        patch.setattr(layer, "first", failing)
-    elif where == "between groups":
-        patch.setattr(layer.norm, "forward", failing)
-    else:
-        patch.setattr(layer, "second", failing_in_backward)
-
-
 def test_a_restart_after_an_exception_is_logged(
     backend: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = make_chunks(1)
     manager = make_manager(backend)
     with monkeypatch.context() as patch:
-        _break(chunks[0], "in a region", patch)
-        with pytest.raises(ZeroDivisionError):
+        patch.setattr(chunks[0].layers[1], "first", None)  # In a region.
+        with pytest.raises(TypeError):
             run_schedule(chunks, SCHEDULES["one micro-batch"], manager)
     gc.collect()
     with caplog.at_level(logging.WARNING):

@@ -90,7 +90,7 @@ def test_where_streams_have_no_time_nothing_is_read() -> None:
 def test_no_missing_wait_is_forgiven_in_plans_from_times(
     schedule: str, max_overhead_percent: Optional[float]
 ) -> None:
-    chunks = make_chunks(2, num_layers=4)
+    chunks = make_chunks(2, num_layers=2)
     expected = run_schedule(chunks, SCHEDULES[schedule], None)
     options = PolicyOptions(max_overhead_percent=max_overhead_percent)
     manager = PipelineOffloadManager(OffloadEngine(TimedAdversary(), options))
