@@ -50,7 +50,7 @@ def launcher_number(variable: str, default: int, at_least: int = 0) -> int:
 
 
 def check_launcher() -> None:
-    """Raise ``ValueError`` unless ``RANK`` is a number below ``WORLD_SIZE``, as the others are."""
+    """Raise ``ValueError`` unless the launcher's variables are numbers, and fit together."""
     for variable in _LAUNCHER:
         launcher_number(variable, 1, at_least=int("SIZE" in variable))
     number, size = launcher_number("RANK", 0), os.environ.get("WORLD_SIZE")

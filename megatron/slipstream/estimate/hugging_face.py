@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Reads megatron's options of a model from a Hugging Face ``config.json``, which is local."""
+"""Reads megatron's options of a model from a Hugging Face ``config.json``, without downloads."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Workplan:
         return self.with_schedule(rank, state_bytes)
 
     def own_templates(self, pp_rank: int) -> tuple[RankTemplates, Assignment]:
-        """Return a rank that recomputes what the shape says, without a schedule, and how.
+        """Return a rank that recomputes what the shape says, without a schedule; its assignment.
 
         A checkpoint of several layers counts as one layer.
         """

@@ -216,7 +216,7 @@ def _text(setting: LayerSetting) -> str:
 
 @dataclass(frozen=True)
 class SizedModel:
-    """A model at one size, in all the ways to train it; the state is that of each pipeline rank."""
+    """A model at one size, in all the ways to train it, with the state of each pipeline rank."""
 
     configured: Configured
     speed: Speed

@@ -38,7 +38,7 @@ def hidden_leaf_candidate(tensor: torch.Tensor) -> Optional[LeafReference]:
 
 
 def empty_if_hidden(reference: LeafReference) -> bool:
-    """Free a leaf's memory if nothing else references it; return whether, for :func:`refill`."""
+    """Free a leaf's memory if nothing else references it; return whether to :func:`refill` it."""
     if _count(reference) != _references_of_a_hidden_leaf():
         return False
     leaf = reference()

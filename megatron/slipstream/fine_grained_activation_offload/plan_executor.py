@@ -91,7 +91,7 @@ class PlanExecutor:
         now.go_on_in_python()
 
     def leave_plan(self, now: Iteration, num_steps: int) -> None:
-        """Stop following a plan, as which ``num_steps`` were, for the rest of the iteration."""
+        """Stop following a plan after ``num_steps`` that were as planned."""
         self.stop_measuring(now)
         if now.native is not None:
             now.is_incomplete = now.native.leaves_out_marks

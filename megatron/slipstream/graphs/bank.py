@@ -176,7 +176,7 @@ class ChunkGraphs:
         self._call = None
 
     def __call__(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """Run one micro-batch's forward pass on ``hidden``, float ``[s, b, h]``, with its gradient.
+        """Run a micro-batch's forward on ``hidden``, float ``[s, b, h]``, which gets a gradient.
 
         Returns hidden states of the same shape, in newly allocated memory; raises ``ValueError`` if
         no graphs were captured for such arguments.

@@ -32,7 +32,7 @@ copy. Larger ones are copied faster one by one."""
 
 
 class Static:
-    """A tensor that graphs read, made like another, or that one if all calls have its contents."""
+    """A tensor that graphs read: like another one, or that one itself if it is constant."""
 
     def __init__(self, like: torch.Tensor, is_constant: bool = False) -> None:
         self.is_constant = is_constant

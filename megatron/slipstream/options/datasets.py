@@ -46,7 +46,7 @@ TOKEN_OUTSIDE_VOCABULARY = Rule(
 
 
 def check_dataset(prefix: str, vocab_size: Optional[int] = None) -> list[Finding]:
-    """Check a tokenised dataset ``<prefix>.bin`` and ``<prefix>.idx``, and tokens by their limit.
+    """Check a tokenised dataset ``<prefix>.bin`` and ``<prefix>.idx``, and its tokens.
 
     Reads the index's header, its last sequence, and the first 64 MiB of tokens. Prefixes in object
     storage ('s3://...') are not checked.

@@ -190,7 +190,7 @@ AUTO_OVERHEAD_PERCENT = 1.0
 def number_or_auto[N: (int, float)](
     number: type[N], name: str
 ) -> Callable[[str], Union[N, Literal["auto"]]]:
-    """Return a command line's parser of a number, by its name in the error, or 'auto'."""
+    """Return a parser for the command line of 'auto' or a number, which errors call ``name``."""
 
     def parse(text: str) -> Union[N, Literal["auto"]]:
         try:

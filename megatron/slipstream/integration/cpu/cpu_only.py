@@ -254,9 +254,9 @@ _HELPERS = Patch(
 
 
 def install_cpu_shims() -> bool:
-    """Make megatron-core usable without a GPU, before models are built; return whether it is.
+    """Make megatron-core usable without a GPU; return whether this process runs on the shims.
 
-    Idempotent. Does nothing on a machine with a GPU. Raises ``RuntimeError`` if megatron-core lacks
+    Call it before a model is built. Idempotent. Raises ``RuntimeError`` if megatron-core lacks
     a symbol that must be replaced.
     """
     if torch.cuda.is_available():

@@ -41,7 +41,7 @@ def configured_by_flags(
     num_micro_batches: Optional[int] = None,
     state_gib: Optional[float] = None,
 ) -> Configured:
-    """Return the training setup that megatron's flags describe; others than of sizes are ignored.
+    """Return the training setup that megatron's flags describe.
 
     Without a GPU, the CPU shims stay in place afterwards.
 

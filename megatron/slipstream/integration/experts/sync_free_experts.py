@@ -322,7 +322,7 @@ def use_sync_free_dispatch(
 
 
 class SyncFreeExpertsLayer(MoELayer):
-    """A ``MoELayer`` that does not block the host, unless configuration or GPU are refused."""
+    """A ``MoELayer`` that does not block the host; raises as :func:`check_experts`."""
 
     capacity_factor: Optional[float] = None
     """See :func:`with_sync_free_experts`."""
