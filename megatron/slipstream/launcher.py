@@ -25,7 +25,10 @@ _LAUNCHER = {
 
 
 def rank() -> int:
-    """Return this process's rank: of ``torch.distributed`` if initialised, else the launcher's."""
+    """Return this process's rank: of ``torch.distributed`` if initialised, else the launcher's.
+
+    Raises ``ValueError`` if the launcher's variable is not a number.
+    """
     torch = sys.modules.get("torch")  # If torch is not loaded, there is no process group.
     distributed = torch and torch.distributed
     if distributed and distributed.is_available() and distributed.is_initialized():
@@ -34,7 +37,10 @@ def rank() -> int:
 
 
 def num_local_ranks() -> int:
-    """Return the number of ranks that the launcher started on this node; 1 without a launcher."""
+    """Return the number of ranks that the launcher started on this node; 1 without a launcher.
+
+    Raises ``ValueError`` if the launcher's variable is not a positive number.
+    """
     return launcher_number(LOCAL_RANKS_VARIABLE, 1, at_least=1)
 
 

@@ -219,7 +219,8 @@ class Attached:
     def save_trace(self, path: str) -> None:
         """Write the trace of this rank's last complete iteration, for ``slipstream plan``.
 
-        Raises ``RuntimeError`` if no iteration has been recorded.
+        Raises ``RuntimeError`` if no iteration has been recorded, ``OSError`` if the file cannot be
+        written.
         """
         if self.engine.plan is None:
             raise RuntimeError("no iteration has been recorded; train with the model first")

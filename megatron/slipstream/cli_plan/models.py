@@ -38,7 +38,10 @@ _PLAN_ONLY = {"--" + name.replace("_", "-") for name in (*UNTIMED, *AIMS, "hf_co
 
 
 def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configured:
-    """Return the training that a config.json, a file of flags, or ``words`` after ``--`` name."""
+    """Return the training that a config.json, a file of flags, or ``words`` after ``--`` describe.
+
+    Raises ``ValueError`` if it cannot be planned, or a file cannot be read.
+    """
     if options.hf_config is not None:
         return _by_hub_config(options)
     needing = "flags after -- need"

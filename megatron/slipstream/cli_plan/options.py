@@ -35,7 +35,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def parse_tokens(text: str) -> int:
-    """Return a number of tokens; ``8k`` is 8192, ``1m`` is 1048576."""
+    """Return a number of tokens, or ``ArgumentTypeError``; ``8k`` is 8192, ``1m`` is 1048576."""
     found = re.fullmatch(r"(-?\d+)([km]?)", text.strip().lower())
     if found is None:
         raise argparse.ArgumentTypeError(

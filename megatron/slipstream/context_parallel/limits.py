@@ -143,7 +143,7 @@ class CostModel:
 
 
 def rank_limits(args: Any) -> RankLimits:
-    """Return the ranks that share micro-batches, and the limits of each rank's buffer."""
+    """Return the ranks that share micro-batches and their limits; raises as :class:`RankLimits`."""
     context_parallel_size = args.context_parallel_size
     return RankLimits(
         num_ranks=args.data_parallel_size * context_parallel_size,

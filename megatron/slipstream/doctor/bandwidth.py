@@ -40,7 +40,10 @@ def measure(number: int, cpus: frozenset[int]) -> Union[Bandwidth, str]:
 
 
 def measure_bandwidth(backend: Backend) -> Bandwidth:
-    """Return the best of each of the four rates over several rounds, or raise ``RuntimeError``."""
+    """Return the best of each of the four rates, over several rounds on the current device.
+
+    Raises ``RuntimeError`` if copies cannot be timed, or (or ``MemoryError``) if memory runs out.
+    """
     device = backend.allocate_scratch(NBYTES)
     if device is None:
         raise RuntimeError(f"the GPU does not have {NBYTES >> 20} MiB of free memory")

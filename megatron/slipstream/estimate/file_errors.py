@@ -66,7 +66,10 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 
 def require_writable(option: str, path: Path) -> None:
-    """Check before a long computation that a file can be written, without leaving one behind."""
+    """Check before a long computation that a file can be written, and leave none behind.
+
+    Raises ``ValueError`` as :func:`writing`.
+    """
     with writing(option, path):
         if path.is_dir():
             raise _os_error(errno.EISDIR, path)

@@ -65,6 +65,7 @@ class Finder:
         return Fit(way, size, found, usage, usage.exceeded(self.limits) or short)
 
     def largest(self, way: str) -> int:
+        """Return the largest size that fits with a way; 0 if none does."""
         if way not in self._sizes:
             low = 0
             if way == BUDGET:  # It may choose what another way does.
@@ -75,6 +76,7 @@ class Finder:
         return self._sizes[way]
 
     def at(self, way: str, size: int) -> Optional[Iteration]:
+        """Return an iteration of a size; None if it does not fit."""
         model = self.model(size)
         if way == BUDGET:
             return model.within(self.limits)

@@ -36,7 +36,10 @@ def require_matplotlib() -> None:
 
 
 def frontier_png(frontier: Frontier) -> bytes:
-    """Draw each plan of a sweep by its peak and overhead, with a line through the Pareto front."""
+    """Draw each plan of a sweep by its peak and overhead, with a line through the Pareto front.
+
+    Raises ``ValueError`` if matplotlib is not installed.
+    """
     require_matplotlib()
     from matplotlib.figure import Figure
 

@@ -36,7 +36,11 @@ class HubModel(NamedTuple):
 
 
 def load_hub_config(path: Path) -> HubModel:
-    """Read a ``config.json``; raises ``ValueError`` for a file that is unknown or incomplete."""
+    """Read a ``config.json``.
+
+    Raises ``ValueError`` if the file is malformed or cannot be read, its ``model_type`` is unknown,
+    or a number is missing or invalid.
+    """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -32,7 +32,11 @@ ChunkCounts = tuple[tuple[int, ...], ...]
 
 
 def shape_of_options(options: Any, **more: Any) -> ModelShape:
-    """Return the shape that megatron's options describe, which ``more`` completes and overrides."""
+    """Return the shape that megatron's options describe, which ``more`` completes and overrides.
+
+    What is missing has the default of :class:`ModelShape`. Raises ``ValueError``, which names the
+    option and the fix, if the shape is invalid.
+    """
     shape = ModelShape(**(shape_fields(options) | more))
     if shape.recompute_modules != WHOLE or options.recompute_method != "block":
         return shape

@@ -50,7 +50,11 @@ DEFAULT_MIN_NUMEL = 1 << 20
 
 @dataclass(frozen=True)
 class Workplan:
-    """A model to plan: its shape, the GPU's speed, and the modules that may be offloaded."""
+    """A model to plan: its shape, the GPU's speed, and the modules that may be offloaded.
+
+    Tensors with fewer elements than ``min_numel`` stay. Raises ``ValueError`` if the schedule does
+    not support this number of micro-batches.
+    """
 
     shape: ModelShape
     speed: Speed

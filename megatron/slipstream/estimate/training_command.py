@@ -38,7 +38,8 @@ def split_command(words: list[str]) -> Words:
     """Split the launcher and the script off the flags of a command.
 
     Such as ``torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2``, ``./run train
-    --num-layers 2``, or the flags alone. Raises ``ValueError`` if it cannot.
+    --num-layers 2``, or the flags alone. Raises ``ValueError`` if the command does not contain the
+    flags or the number of processes.
     """
     if not words or words[0].startswith("-"):
         return Words(tuple(words))

@@ -73,6 +73,7 @@ class Usage(NamedTuple):
     moved_bytes: int
 
     def exceeded(self, limits: Limits) -> str:
+        """Return what exceeds a limit; empty if it fits."""
         if self.parts.state > limits.device_bytes:
             return "state"
         if self.parts.total > limits.device_bytes:
@@ -401,7 +402,10 @@ def _coarse(rank: RankTemplates) -> RankTemplates:
 def _planned_as_built_in(
     rank: RankTemplates, assignment: Assignment, prefetch_depth: int
 ) -> PlannedRank:
-    """Plan an assignment as megatron-core's engine moves groups, which counts marks."""
+    """Plan an assignment as megatron-core's engine moves groups, which counts marks.
+
+    It reloads ``prefetch_depth`` groups ahead; 0 if nothing moves.
+    """
     trace = _short(rank).compose(assignment, marks_all=True)
     if not prefetch_depth:
         return PlannedRank(rank, assignment, Plan(trace, PolicyOptions(), (), ()))

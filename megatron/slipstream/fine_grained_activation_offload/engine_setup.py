@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 def make_backend(name: str) -> Backend:
-    """Create the backend of that name; 'auto' is 'cuda' if torch sees a GPU, else 'cpu'."""
+    """Create the backend of that name; 'auto' is 'cuda' if torch sees a GPU, else 'cpu'.
+
+    Raises ``ValueError`` if the name is 'cuda' and torch sees no GPU, or the name is unknown.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():

@@ -237,6 +237,7 @@ class GraphCaptures:
         self._names.add(name)
 
     def close(self) -> None:
+        """Finish the capture of the set of graphs."""
         if not self.is_open:
             return
         self.is_open = False

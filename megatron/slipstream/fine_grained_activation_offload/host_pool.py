@@ -214,6 +214,7 @@ class Layout:
         self._usage.remove(in_use.stop - in_use.start, in_use.nbytes)
 
     def take_in_use(self) -> list[InUse]:
+        """Return the buffers in use, which the layout then no longer holds."""
         in_use, self._in_use = list(self._in_use.values()), {}
         return in_use
 

@@ -58,6 +58,7 @@ class IterationProbe:
             self.memory.begin_step()
 
     def end_step(self) -> None:
+        """End a step: call when the actions of the mark are done."""
         if self.memory is not None:
             self.memory.end_step()
 
@@ -138,6 +139,7 @@ class PlanEntry:
     """Number of times that forward enters a model chunk, also in iterations without marks."""
 
     def renew(self, plan: Plan) -> None:
+        """Replace the plan, dropping the measurements of the former one."""
         renewed = PlanEntry(plan, self.key, num_passes=self.num_passes)
         renewed.followed_by = self.followed_by
         vars(self).update(vars(renewed))
@@ -248,6 +250,7 @@ class PlanCache:
         self._departed.clear()
 
     def put(self, plan: Plan) -> PlanEntry:
+        """Add a plan, or replace the one for the same steps."""
         entry = self._entries.pop(plan.trace.steps_key, None)
         if entry is None:
             entry = PlanEntry(plan, plan.trace.steps_key)

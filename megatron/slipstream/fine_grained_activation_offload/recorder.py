@@ -91,6 +91,7 @@ class MemoryReader:
         self._begin_interval()
 
     def begin_step(self) -> None:
+        """Call when the host reaches a mark, and once at the end."""
         if len(self._peaks) < len(self._allocated):
             reading = self._backend.memory()
             if reading is not None:
@@ -100,6 +101,7 @@ class MemoryReader:
                 self._begin_interval()
 
     def end_step(self) -> None:
+        """Call when the actions of the mark are done."""
         reading = self._backend.memory()
         if reading is not None:
             if not self._allocated and self._backend.gradients is not None:
@@ -186,6 +188,7 @@ class Recorder:
             self._backend.gradients.begin(self._memory.come_to_gradient)
 
     def clear(self) -> None:
+        """Discard the recorded iteration, but keep the per-storage records."""
         if self.steps or self.reads_memory:  # else nothing has been recorded
             self._begin()
 

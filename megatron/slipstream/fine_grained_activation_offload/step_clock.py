@@ -50,6 +50,7 @@ class Times(NamedTuple):
 
     @property
     def own_ms(self) -> float:
+        """Total time excluding the waits."""
         return sum(self.step_ms)
 
     @property

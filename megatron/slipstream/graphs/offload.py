@@ -143,6 +143,7 @@ class ChunkOffloading:
         return slot
 
     def note_captured(self) -> None:
+        """Call when the graphs of all slots are captured."""
         if self._plan is not None:
             # All slots follow the same plan.
             self._replayed = ReplayedPass(
@@ -152,10 +153,12 @@ class ChunkOffloading:
         self._slots.clear()
 
     def note_replay(self) -> None:
+        """Call for each replay of a slot's forward graph."""
         if self._replayed is not None:
             self._replayed.num_replays += 1
 
     def note_deleted(self) -> None:
+        """Call when the graphs are deleted."""
         if self._forget_replayed is not None:
             self._forget_replayed()
             self._forget_replayed = self._replayed = None
@@ -216,6 +219,7 @@ class SlotOffloading:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
+        """Context of the forward pass, at whose end all moving groups are offloaded."""
         if self._plan is None:
             yield
             return

@@ -198,7 +198,8 @@ def install_at_first_call(
     """Call :func:`install` when a model with offloading is first called.
 
     For code that also runs in processes without a model, and before a process selects its GPU.
-    ``before`` is called right before; its exceptions propagate from that call.
+    ``before`` is called right before; its exceptions propagate from that call. Raises
+    ``ValueError`` if ``config`` has the wrong type.
     """
     if config is not None:
         check_is_config(config)
@@ -295,7 +296,8 @@ def report(model: Optional[torch.nn.Module] = None) -> Report:
 def save_trace(path: str) -> None:
     """Write the trace of this rank's last complete iteration, for ``slipstream plan``.
 
-    Raises ``RuntimeError`` if :func:`install` has not been called, or nothing is recorded.
+    Raises ``RuntimeError`` if :func:`install` has not been called, or nothing is recorded, and
+    ``OSError`` if the file cannot be written.
     """
     manager = installed()
     if manager is None or manager.plan is None:

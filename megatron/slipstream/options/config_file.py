@@ -29,7 +29,10 @@ VARIABLE = "SLIPSTREAM_CONFIG"
 
 
 def config_from_environment() -> OffloadConfig:
-    """Return the settings of the file that :data:`VARIABLE` names; the defaults without it."""
+    """Return the settings of the file that :data:`VARIABLE` names; the defaults without it.
+
+    Raises ``ValueError`` as :func:`load_config`.
+    """
     path = os.environ.get(VARIABLE)
     return load_config(path) if path else OffloadConfig()
 

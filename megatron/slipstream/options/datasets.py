@@ -112,7 +112,10 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def read_tokenizer(path: Path) -> tuple[int, int]:
-    """Return the number of tokens and the end-of-document token of a tokenizer file of ours."""
+    """Return the number of tokens and the end-of-document token's id from a tokenizer file.
+
+    Raises ``ValueError`` if the file does not exist or is not one of ours.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         vocabulary: dict[str, int] = dict(content["model"]["vocab"])

@@ -190,7 +190,10 @@ AUTO_OVERHEAD_PERCENT = 1.0
 def number_or_auto[N: (int, float)](
     number: type[N], name: str
 ) -> Callable[[str], Union[N, Literal["auto"]]]:
-    """Return a parser for the command line of 'auto' or a number, which errors call ``name``."""
+    """Return a parser for the command line of a number, with its name in the error, or 'auto'.
+
+    The parser raises ``argparse.ArgumentTypeError`` for a text that is neither.
+    """
 
     def parse(text: str) -> Union[N, Literal["auto"]]:
         try:

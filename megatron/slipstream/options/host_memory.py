@@ -15,7 +15,10 @@ HOST_MEMORY_SHARE = 0.8
 
 
 def default_host_memory_limit_bytes(root: Path = Path("/")) -> Optional[int]:
-    """Return this process's share of the node's available memory, in bytes; None if unknown."""
+    """Return this process's share of the node's available memory, in bytes; None if unknown.
+
+    Raises ``ValueError`` if the launcher's number of processes on this node is invalid.
+    """
     available = available_memory_bytes(root)
     if available is None:
         return None

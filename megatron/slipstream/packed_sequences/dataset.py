@@ -190,6 +190,7 @@ class PackIndex:
 
     @classmethod
     def load(cls, folder: Path, name: str) -> Optional[Self]:
+        """Load the index that :meth:`save` wrote; None if there is none of this format."""
         paths = cls._paths(folder, name)
         if not all(path.is_file() for path in paths.values()):
             return None
@@ -237,6 +238,7 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return packed_sample(self.texts(pack), self.limits, self.masked_token)
 
     def texts(self, pack: Pack) -> list[NDArray[Any]]:
+        """Return the tokens of each piece, and the one after them."""
         return [
             self.corpus.get(piece.document, offset=piece.offset, length=piece.length + 1)
             for piece in pack

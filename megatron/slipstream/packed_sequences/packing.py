@@ -295,7 +295,10 @@ _TOKENS_PER_SEQUENCE = 64
 
 
 def pack_limits(args: Any) -> PackLimits:
-    """Return the limits of a micro-batch, over all context-parallel ranks together."""
+    """Return the limits of a micro-batch, over all context-parallel ranks together.
+
+    Raises ``ValueError`` without a ``seq_length``, and as :class:`PackLimits`.
+    """
     if args.seq_length is None:
         raise ValueError(
             "seq_length=None is not supported with sequence_packing because it is the size of the "

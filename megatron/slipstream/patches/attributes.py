@@ -13,7 +13,10 @@ _INHERITED = object()
 
 
 def replace_on(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
-    """Replace an attribute, which may be inherited, of any object; return how to undo it."""
+    """Replace an attribute of an instance, a class or a module; return a function that undoes it.
+
+    An inherited attribute is inherited again afterwards.
+    """
     before = vars(owner).get(name, _INHERITED)
     setattr(owner, name, replacement)
     if before is _INHERITED:

@@ -181,7 +181,10 @@ def active() -> list[Patch]:
 
 
 def resolve(path: str, reason: str = "") -> tuple[Any, str]:
-    """Return a dotted path's owner and last name; a ``RuntimeError`` names what is missing."""
+    """Return the object that owns the last name of a dotted path, and that name.
+
+    If it does not exist, a ``RuntimeError`` names it, and the installed and tested releases.
+    """
     owner_path, _, name = path.rpartition(".")
     owner: Any = _MISSING
     parts = owner_path.split(".")

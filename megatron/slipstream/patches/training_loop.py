@@ -17,7 +17,10 @@ from megatron.slipstream.patches.patching import Patch, replacing
 
 
 class CheckpointRefusedError(ValueError):
-    """The options cannot load the checkpoint; raised before training, maybe on one rank only."""
+    """The options cannot load the checkpoint.
+
+    Raised before training starts: on every rank, or on the one whose part does not fit.
+    """
 
 
 def bound(patch: Patch, *values: Any) -> Patch:

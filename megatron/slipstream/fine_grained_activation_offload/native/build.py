@@ -72,7 +72,7 @@ def load(prepare: Callable[[Any], None] = lambda module: None) -> ModuleType:
 
 
 def compile_into(folder: Path) -> None:
-    """Compile the module for this Python and torch into a copy of this package."""
+    """Compile the module into a copy of this package; ``BuildError`` if that fails."""
     with _only_build_errors():
         path = _path_in(folder)
         try:

@@ -294,7 +294,10 @@ def _check_data(args: Any) -> list[rules.Finding]:
 
 
 def dataset_prefixes(args: Any) -> list[list[str]]:
-    """Return the path prefixes of the datasets that each split blends, without their weights."""
+    """Return the path prefixes of the datasets that each split blends, without their weights.
+
+    Raises ``ValueError`` if there is neither data nor mock data, or a list of paths is unreadable.
+    """
     from megatron.training.utils import get_blend_and_blend_per_split
 
     if args.mock_data:

@@ -131,7 +131,10 @@ class SyncFreeGroupedLinear(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: Optional[dict[str, Any]] = None,
     ) -> dict[str, Any]:
-        """Return a shard for each expert, named as by ``SequentialMLP`` and ``TEGroupedMLP``."""
+        """Return a shard for each expert, named as by ``SequentialMLP`` and ``TEGroupedMLP``.
+
+        Raises ``ValueError`` if each shard must have its own name (``singleton_local_shards``).
+        """
         if (metadata or {}).get("singleton_local_shards"):
             raise ValueError(
                 "singleton_local_shards=True is not supported with moe_sync_free_experts because "

@@ -15,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def get_ready() -> None:
-    """Prepare the engine, for frameworks that call a function instead of importing a module."""
+    """Prepare the engine, for frameworks that call a function instead of importing a module.
+
+    Raises ``ValueError`` if the settings file cannot be used.
+    """
     try:
         from megatron.slipstream.integration.frameworks.loading import load
     # An incomplete Transformer Engine, which megatron-core imports, raises various exceptions.

@@ -17,7 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def init(args: Any) -> None:
-    """Prepare the engine, and warn if megatron's own options leave it nothing to do."""
+    """Prepare the engine, and warn if megatron's own options leave it nothing to do.
+
+    Raises ``ValueError`` if the settings file cannot be used.
+    """
     loading.load(loading.config_from_arguments(args))
     if not getattr(args, "fine_grained_activation_offloading", False):
         logger.warning(

@@ -160,7 +160,10 @@ class PackedGPTDataset(MegatronDataset):
 
 
 def dataset_config(base: GPTDatasetConfig, args: Any) -> PackedDatasetConfig:
-    """Return the configuration of packed datasets, from megatron's and the validated arguments."""
+    """Return the configuration of packed datasets, from megatron's and the validated arguments.
+
+    Raises ``ValueError`` if the arguments ask to balance packs of several corpora.
+    """
     blends = [base.blend, *(base.blend_per_split or [])]
     require(check_corpora(args, [blend[0] for blend in blends if blend is not None]))
     plan = PackingPlan(
@@ -275,6 +278,7 @@ class Stage(NamedTuple):
 
     @classmethod
     def of(cls, model: torch.nn.Module, args: Any) -> Stage:
+        """Return the stage of a wrapped model chunk."""
         vp_stage = get_attr_wrapped_model(model, "vp_stage")
         is_first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         is_last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)

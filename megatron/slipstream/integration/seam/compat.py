@@ -274,7 +274,10 @@ the function that finalises gradients."""
 
 
 def bind_pretrain(args: Any, model: Any) -> Pretrain:
-    """Bind all arguments of the installed ``pretrain`` except those of :data:`Pretrain`."""
+    """Bind all arguments of the installed ``pretrain`` except those of :data:`Pretrain`.
+
+    Raises ``AssertionError`` if megatron refuses the arguments.
+    """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.training.argument_utils import pretrain_cfg_container_from_args

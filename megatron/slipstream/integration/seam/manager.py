@@ -68,6 +68,7 @@ class PipelineOffloadManager:
         self.engine.finish_report()
 
     def close(self) -> None:
+        """Free the host memory. Saved tensors cannot be read afterwards."""
         self.engine.close()
 
     # megatron-core's contract.
