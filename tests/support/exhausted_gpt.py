@@ -209,8 +209,8 @@ def train_until_settled(
         port: Port of their rendezvous.
         case: The model.
         count: Number of micro-batches of an iteration.
-        ends: Where the device seems to end, and where it does, as shares of the activations with
-            the engine off.
+        ends: Where the device seems to end, and where it does for one forward after the first
+            iteration, as shares of the activations with the engine off.
         max_iterations: The most iterations.
     """
     initialize(case, rank, world_size, port)
@@ -237,7 +237,8 @@ def train_until_settled(
 
         def note(meter: DeviceMemoryMeter) -> None:
             is_forward = torch._C._current_graph_task_id() == -1
-            if is_forward and meter.allocated_bytes > resident + ends_at:
+            may_fail = is_forward and result.num_iterations > 0 and not result.failed
+            if may_fail and meter.allocated_bytes > resident + ends_at:
                 result.failed.append(result.num_iterations)
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
             note_peak(meter)

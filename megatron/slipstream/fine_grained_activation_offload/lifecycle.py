@@ -167,6 +167,17 @@ class Lifecycle:
         if not self.change_options(options):
             self.drop_plans()
 
+    def lower_target(self, target_memory_bytes: int) -> None:
+        """Make the plans again if they may use more of the device. Call between iterations."""
+        before = self.planner.options.target_memory_bytes
+        if before is None or target_memory_bytes >= before:
+            return
+        self.planner.options = replace(
+            self.planner.options, target_memory_bytes=target_memory_bytes
+        )
+        for plan in self.plans.plans():
+            self.planner.make(plan.trace)
+
     def change_assignment(self, assignment: Assignment) -> None:
         """Follow only plans of this assignment, from the next pass on."""
         self.read_clocks()

@@ -5,8 +5,9 @@
 [Note: Fewer iterations]
 Within a budget, several assignments are measured one after the other, so each gets fewer
 iterations. All that may moves in the iteration that is recorded, as by the plan without times that
-is made from it; so that one need not warm up. One iteration is enough to plan from its times, and
-to see that a plan made from times is as predicted; if it is not, as many are timed as otherwise.
+is made from it, so the next one is timed. A plan made from times warms up while memory is read. One
+iteration is enough to plan from its times, and to see that a plan made from times is as predicted;
+if it is not, as many are timed as otherwise.
 """
 
 from __future__ import annotations
@@ -137,6 +138,10 @@ class PlanEntry:
     """Number of iterations that requested host buffers other than the layout's."""
     num_passes: int = 0
     """Number of times that forward enters a model chunk, also in iterations without marks."""
+
+    def __post_init__(self) -> None:
+        if self.is_of_budget:
+            self.phase = Phase.MEMORY_READ
 
     def renew(self, plan: Plan) -> None:
         """Replace the plan, dropping the measurements of the former one."""

@@ -105,9 +105,9 @@ def choose(
     for assignment, score in itertools.islice(search.finalists(), NUM_FINALISTS):
         if best is not None and best.fits and score.total_ms >= best.total_ms * (1 - NEAR):
             break
-        planned = _planned(rank, assignment, limits)
-        if best is None or _order(planned) < _order(best):
-            best = planned
+        choice = planned(rank, assignment, limits)
+        if best is None or _order(choice) < _order(best):
+            best = choice
         if best.fits and best.total_ms <= score.total_ms * (1 + NEAR):
             break
     assert best is not None
@@ -118,8 +118,8 @@ def _order(choice: BudgetChoice) -> tuple[bool, float]:
     return not choice.fits, choice.total_ms if choice.fits else choice.peak_bytes
 
 
-def _planned(rank: RankTemplates, assignment: Assignment, limits: Limits) -> BudgetChoice:
-    """Plan the iteration for an assignment."""
+def planned(rank: RankTemplates, assignment: Assignment, limits: Limits) -> BudgetChoice:
+    """Plan the iteration of a given assignment; its ``limit`` is not told."""
     chunks = rank.passes(assignment)
     forwards = [chunks[item.vp_stage] for item in rank.schedule if item.direction == "F"]
     templates = list(itertools.chain.from_iterable(item.templates for item in forwards))

@@ -20,13 +20,17 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Optional
 
+from megatron.slipstream.plan import assignments
+from megatron.slipstream.plan.assignments import NEAR
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.plan.choose import choose
+from megatron.slipstream.plan.choose import choose, planned
 from megatron.slipstream.plan.layer_visits import Boundary, LayerVisits, RankLayer
 from megatron.slipstream.plan.settings import Assignment, LayerSetting
+from megatron.slipstream.plan.templates import RankTemplates
 from megatron.slipstream.plan.trace import Bandwidth
 
 MARGIN = 0.01
@@ -223,14 +227,14 @@ class Relaxation:
     def _settle_or_choose(self, limits: Limits) -> Assignment:
         chosen = self.choose(limits)
         self._num_choices += 1
-        allowed = limits.device_bytes - limits.resident_bytes
-        if self._num_choices > MAX_CHOICES and self._activation_bytes <= allowed:
-            self.stage = Stage.SETTLED  # on what was measured
+        is_last = self._num_choices > MAX_CHOICES
+        fits = self._activation_bytes <= limits.device_bytes - limits.resident_bytes
+        if fits and (is_last or self._is_no_slower_than(chosen, limits)):
+            self.stage = Stage.SETTLED
             return self.assignment
         is_same = chosen.assignment == self.assignment
         self.predicted, self.assignment = chosen, chosen.assignment
-        is_last = is_same or self._num_choices > MAX_CHOICES
-        self.stage = Stage.SETTLED if is_last else Stage.RECORDED
+        self.stage = Stage.SETTLED if is_same or is_last else Stage.RECORDED
         return self.assignment
 
     # Trials.
@@ -277,12 +281,28 @@ class Relaxation:
 
     def choose(self, limits: Limits) -> Prediction:
         """Return the fastest assignment that is predicted to stay within the limit."""
-        rank = self.visits.templates(limits.bandwidth or _ASSUMED, limits.base_bytes)
-        choice = choose(rank, self.target_bytes(limits), limits.host_bytes, self.options)
+        choice = choose(self._templates(limits), *self._search_limits(limits))
         if choice.fits:
             peak_bytes = choice.peak_bytes + self._excess_bytes
             return Prediction(choice.assignment, peak_bytes, choice.total_ms)
-        return Prediction(self.frugal, limits.resident_bytes + self._frugal_bytes, 0.0)
+        return Prediction(self.frugal, limits.resident_bytes + self._frugal_bytes, math.inf)
+
+    def _is_no_slower_than(self, other: Prediction, limits: Limits) -> bool:
+        """Return whether the choice that was measured is as fast as another one.
+
+        Templates have the most of all layers, so that one that has fitted may seem not to fit.
+        """
+        if self.predicted is None:
+            return False
+        rank, within = self._templates(limits), self._search_limits(limits)
+        return (1 - NEAR) * planned(rank, self.assignment, within).total_ms <= other.ms
+
+    def _templates(self, limits: Limits) -> RankTemplates:
+        return self.visits.templates(limits.bandwidth or _ASSUMED, limits.base_bytes)
+
+    def _search_limits(self, limits: Limits) -> assignments.Limits:
+        target = self.target_bytes(limits)
+        return assignments.Limits(target, limits.host_bytes, self.options)
 
 
 def _worth_trying(settings: Sequence[LayerSetting]) -> list[LayerSetting]:

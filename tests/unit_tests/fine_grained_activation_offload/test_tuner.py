@@ -113,6 +113,23 @@ def test_times_of_replays_replace_those_of_iterations() -> None:
     assert entry.num_rounds <= 1
 
 
+def test_a_lower_target_needs_no_recording() -> None:
+    manager = PipelineOffloadManager(OffloadEngine(TimedBackend()))
+    lifecycle = manager.engine.lifecycle
+    trace = timed(one_pass(Model(num_layers=8)), 100.0, 1.0)
+    trace = with_saved_bytes_as_memory(trace, 10_000)
+    high, low = (10_000 + share * DEFAULT_NBYTES * 8 // 10 for share in (8, 5))
+    lifecycle.change_target(high)
+    entry = lifecycle.next = lifecycle.last = lifecycle.planner.make(trace)
+    peaks = []
+    for target in (high + 1, high, low):
+        lifecycle.lower_target(target)
+        assert lifecycle.next is entry
+        peaks.append(max(entry.plan.device_bytes))
+    assert lifecycle.planner.options.target_memory_bytes == low
+    assert peaks[0] == peaks[1] > low >= peaks[2]
+
+
 @pytest.mark.parametrize("num_rounds", [0, 1, 2])
 def test_memory_is_read_in_every_round_before_anything_is_timed(num_rounds: int) -> None:
     entry = PlanEntry(plan := _plan(), plan.trace.steps_key, num_rounds=num_rounds)

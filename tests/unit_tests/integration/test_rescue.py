@@ -110,7 +110,7 @@ def test_later_settings_are_chosen_for_the_memory_that_there_was() -> None:
 
 MAX_UNTIL_SETTLED = 12
 ENDS = {
-    (8, 1): ((1.2, 0.6),),
+    (8, 1): ((1.2, 0.8), (1.2, 0.6)),
     (8, 4): ((1.2, 0.6),),
     (16, 1): ((1.2, 0.7),),
     (32, 1): ((1.2, 0.7),),
@@ -133,6 +133,17 @@ def test_few_iterations_are_measured_though_one_is_repeated(num_layers: int, cou
         assert max(result.peak_bytes[failed + 1 :]) <= result.end_bytes
         assert 0.9 * result.end_bytes < result.peak_bytes[-1], "what there is room for is kept"
         assert result.assignments[-1] != (WHOLE,) * num_layers
+
+
+def test_memory_that_ends_below_what_frugal_settings_need_is_no_news_later() -> None:
+    case = ModelCase("dense", num_layers=4, overrides={"normalization": "LayerNorm"})
+    arguments = (train_until_settled, case, 1, (1.2, 0.1), 3 * MAX_UNTIL_SETTLED)
+    ((result,),) = run_ranks(1, train_each, [arguments])
+    assert isinstance(result, Settled)
+    assert len(result.failed) == 1
+    assert max(result.peak_bytes) > result.end_bytes, "so much is there after all"
+    assert result.num_iterations <= MAX_UNTIL_SETTLED
+    assert result.assignments[-1] == (WHOLE,) * 4
 
 
 def test_where_the_second_attempt_fails_one_error_names_what_would_fit() -> None:

@@ -18,7 +18,7 @@ from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.layer_visits import Boundary, LayerVisits, Place, RankLayer
 from megatron.slipstream.plan.model import IterationModel
 from megatron.slipstream.plan.relaxation import Limits, NothingFitsError, Relaxation, Stage
-from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
+from megatron.slipstream.plan.settings import NOTHING, WHOLE, Assignment, LayerSetting
 from megatron.slipstream.plan.trace import Bandwidth, Trace
 from megatron.slipstream.plan.walk import simulate
 
@@ -307,6 +307,31 @@ def test_layers_that_hold_a_little_more_than_those_measured_are_within_the_limit
     relaxation, needed = relax(machine, allowed)
     assert max([*needed, machine.run(relaxation)[1]]) <= allowed
     assert relaxation.assignment != relaxation.frugal
+
+
+@pytest.mark.parametrize(("num_layers", "share"), [(6, 0.8), (8, 0.6), (12, 0.6)])
+def test_a_choice_that_fits_is_not_replaced_by_one_that_recomputes_more(
+    num_layers: int, share: float
+) -> None:
+    """Once layers that hold more than others have run, all layers seem to hold as much."""
+    machine = dense(num_layers, unevenness=0.03)
+
+    def recomputed_bytes(assignment: Assignment) -> int:
+        return sum(machine.held["dense", NOTHING] - machine.held["dense", s] for s in assignment)
+
+    allowed = frugal_bytes(machine) + int(share * 900 * num_layers)
+    relaxation = Relaxation(machine.layers, PolicyOptions())
+    needed, chosen = [], []
+    while not relaxation.is_settled:
+        boundaries, _ = machine.run(relaxation)
+        needed.append(machine.peak(relaxation, allowed))
+        chosen += [relaxation.assignment] if relaxation.predicted is not None else []
+        relaxation.note(boundaries, machine.movable(relaxation), needed[-1])
+        relaxation.advance(limits_of(allowed))
+    assert max([*needed, machine.peak(relaxation, allowed)]) <= allowed
+    other = relaxation.choose(limits_of(allowed)).assignment
+    assert recomputed_bytes(other) > recomputed_bytes(chosen[0])
+    assert relaxation.assignment == chosen[0]
 
 
 def test_waits_of_iterations_that_move_everything_are_no_time_of_layers() -> None:

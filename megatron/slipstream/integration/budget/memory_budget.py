@@ -275,6 +275,8 @@ class MemoryBudget:
         if before != (relaxation.assignment, False) or (relaxation.is_settled and is_over):
             self._follow(relaxation, limits)
         elif relaxation.is_settled:
+            if not self._batches.varies:
+                self._engine.lifecycle.lower_target(relaxation.target_bytes(limits))
             self._end(relaxation)
         else:
             self._boundaries.begin(has_memory=False)
