@@ -20,6 +20,14 @@ TE = ("--cross-entropy-fusion-impl", "te")
 H100 = ("--gpu", "h100", "--state-gib", 30, "--host-memory", 120, *TE)
 
 
+@pytest.fixture
+def four_layers(tmp_path: Path) -> Path:
+    """A folder with the configuration of a model of four layers, of which planning takes less."""
+    text = json.dumps(json.loads(LLAMA.read_text()) | {"num_hidden_layers": 4})
+    (tmp_path / "config.json").write_text(text)
+    return tmp_path
+
+
 def show(*arguments: object) -> int:
     return main(["plan", *(str(argument) for argument in arguments)])
 
@@ -67,11 +75,13 @@ def test_the_answer_comes_first_and_details_last(capsys: pytest.CaptureFixture[s
     assert re.match(r"  next size: state 30.0 GiB, layers \d", rows[10])
 
 
-def test_micro_batches_are_counted_in_sequences(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--hf-config", LLAMA, "--largest-micro-batch", "--seq-length", "2k", *H100)
+def test_micro_batches_are_counted_in_sequences(
+    four_layers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--hf-config", four_layers, "--largest-micro-batch", "--seq-length", "2k", *H100)
     assert show(*arguments) == 0
     shown = capsys.readouterr().out
-    assert re.search(r": \d+ sequences with a memory budget; off 5, ", shown)
+    assert re.search(r": \d+ sequences with a memory budget; off 23, ", shown)
     assert "--details" in shown.splitlines()[-1]
 
 
@@ -85,11 +95,9 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     "parallel, step", [((), 1024), (("--cp", 2), 2048), (("--tp", 2, "--sequence-parallel"), 2048)]
 )
 def test_sizes_can_be_divided_among_ranks(
-    parallel: tuple[object, ...], step: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    parallel: tuple[object, ...], step: int, four_layers: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = tmp_path / "config.json"
-    small.write_text(json.dumps(json.loads(LLAMA.read_text()) | {"num_hidden_layers": 4}))
-    assert show("--hf-config", tmp_path, "--longest-sequence", *H100, *parallel) == 0
+    assert show("--hf-config", four_layers, "--longest-sequence", *H100, *parallel) == 0
     rows = capsys.readouterr().out.splitlines()[3:8]
     sizes = [int(re.split(r"\s{2,}", row)[1].replace(",", "")) for row in rows]
     assert all(size and size % step == 0 for size in sizes)
