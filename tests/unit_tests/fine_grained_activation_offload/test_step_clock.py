@@ -10,8 +10,8 @@ import pytest
 from timed_backend import TimedBackend
 from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
 
+from megatron.slipstream.fine_grained_activation_offload import copy_rates
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
-from megatron.slipstream.fine_grained_activation_offload.copy_rates import BANDWIDTH_NBYTES
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Stall
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
     CpuBackend,
@@ -193,4 +193,4 @@ def test_no_memory_is_pinned_for_a_measurement_alone() -> None:
         run_schedule(chunks, SCHEDULES["accumulation"], manager)
     assert manager.plan is not None
     assert manager.plan.trace.bandwidth is None
-    assert manager.store.host_pool.allocated_bytes < BANDWIDTH_NBYTES
+    assert manager.store.host_pool.allocated_bytes < copy_rates.BANDWIDTH_NBYTES
