@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -38,6 +38,16 @@ MANY_BYTES = 1 << 30
 NUM_GPUS_OF_MARKER = {"gpu": 1, "gpus2": 2, "gpus4": 4}
 MAX_ERROR_CHARS = 3000
 """Of an error, how much is kept in a row."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Do not look for garbage among what tests import, which stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # After tests are deselected.
