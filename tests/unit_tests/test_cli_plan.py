@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -378,21 +379,23 @@ def test_a_file_of_flags_that_is_no_text_is_told(
     ],
 )
 def test_flags_without_megatron_core_say_what_is_missing(
-    arguments: list[str],
-    needing: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, arguments: list[str], needing: str
 ) -> None:
     (tmp_path / "flags.txt").write_text("--num-layers 2")
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in sys.modules if re.match(r"torch\b|megatron[.]core\b", name)]:
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert main(["plan", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {needing} megatron-core, whose parser reads flags,")
-    assert "give --hf-config" in error
+    # As if it were not installed: a folder earlier on the path shadows it.
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from megatron.slipstream.cli import main\n"
+        "sys.exit(main(['plan', *sys.argv[1:]]))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60,
+        check=False, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {needing} megatron-core, whose parser reads flags,")
+    assert "give --hf-config" in result.stderr
 
 
 def test_a_config_is_planned_without_importing_torch(small: Path) -> None:
