@@ -28,19 +28,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.slipstream.plan.actions import ActionKind
-from megatron.slipstream.plan.edges import EDGES, OpKind
+from megatron.slipstream.plan.host_layout import HostBuffer, HostLedger
 from megatron.slipstream.plan.model import BYTES_PER_MS_AT_1_GB_PER_S, Floats, IterationModel, Job
-from megatron.slipstream.plan.operations import Issuer, Operation, Waits
 from megatron.slipstream.plan.trace import GroupKey
 from megatron.slipstream.plan.walk import Clock
 
 MARGIN_OF_COPY = 0.05
 MIN_MARGIN_MS = 0.05
 """See [Note: Margins of time]."""
-
-_EDGES_OF_COPIES = tuple(edge for edge in EDGES if edge.signal.is_copy)
-_TIMED = frozenset(kind for kind in OpKind if kind.is_copy) | {e.waiter for e in _EDGES_OF_COPIES}
-"""Operations that take time, or that wait for ones that do."""
 
 Steps = Mapping[GroupKey, tuple[int, int]]
 """For each group, the steps of its FREE and its H2D."""
@@ -126,11 +121,14 @@ def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     return found
 
 
-class _Walk(Issuer):
-    """State of an iteration up to the current step: operations, time, bytes off the device."""
+class _Walk:
+    """State of an iteration up to the current step: copies, time, bytes off the device.
+
+    It times the copies and waits of ``Issuer`` without operations. Copies of a queue end in order,
+    so that only the last of those waited for counts.
+    """
 
     def __init__(self, model: IterationModel, jobs: list[Job]) -> None:
-        super().__init__(model.trace, {job.key: job.storages for job in jobs}, _TIMED)
         self.jobs = jobs
         self.clock = Clock(model.trace, model.bandwidth)
         self.absent_bytes = 0.0
@@ -138,12 +136,23 @@ class _Walk(Issuer):
         self.h2d_at = [-1] * len(jobs)
         self.step = -1
         self.copy_of: dict[GroupKey, int] = {}
-        """For each group, the operation number of its D2H copy."""
+        """For each group, the number of its D2H copy."""
         self._model = model
-        self._waits = Waits(_EDGES_OF_COPIES, self.buffers)
-        self._num_operations = 0
+        self._trace = model.trace
+        self._step_ms = model.trace.step_ms
+        self._num_copies = 0
         self._commit_at = {job.commit: job for job in jobs}
-        self._use_at = {job.use for job in jobs}
+        self._use_at = {job.use: job for job in jobs}
+        self._copy_out: dict[int, int] = {}
+        """For each storage, the number of its D2H copy."""
+        self._copy_in: dict[int, int] = {}
+        self._releases: dict[int, int] = {}
+        """For each storage, how many of its holders have released it."""
+        self._free_step: dict[int, int] = {}
+        self._ledger = HostLedger()
+        self._buffers: dict[int, HostBuffer] = {}
+        self._requests: list[tuple[int, bool]] = []
+        """Storages whose buffers are to be allocated, or freed, in the ledger."""
         self._lingering: set[int] = set()
         """Storages that were released while something else still holds their memory."""
         self._absent: list[float] = []
@@ -151,25 +160,43 @@ class _Walk(Issuer):
 
     def reach(self, step: int) -> None:
         """Advance compute to a step; if it is a commit, start its D2H copy."""
-        if self.step >= 0:
+        if step:
             self._absent.append(self.absent_bytes)
-            self.clock.compute(self._trace.step_ms[self.step])
+            self.clock.compute(self._step_ms[step - 1])
         self.step = step
         if self._lingering:
             self._count_freed_lingering()
         job = self._commit_at.get(step)
         if job is not None:
-            self.commit(step, self._trace.steps[step])
-            self.perform(step, job.action(ActionKind.D2H))
+            items = [item for item in job.storages if item not in self._copy_out]
+            if items:
+                last = self._last_copy_in(items)
+                self.copy_of[job.key] = self._copy(items, self._copy_out, [last] if last else [])
 
-    def issue(self, operation: Operation) -> None:
-        """Time an operation that has been issued."""
-        number = self._num_operations
-        self._num_operations += 1
-        self.clock.run(number, operation, self._waits.of(operation))
-        self._waits.note(number, operation)
-        if operation.kind is OpKind.COPY_OUT:
-            self.copy_of[operation.cause.key] = number
+    def _copy(self, items: list[int], copies: dict[int, int], waits_for: list[int]) -> int:
+        """Start a copy of storages; return its number, from 1."""
+        self._num_copies += 1
+        nbytes = 0
+        for item in items:
+            nbytes += self._trace.storages[item].nbytes
+            copies[item] = self._num_copies
+        self.clock.copy(self._num_copies, nbytes, waits_for, copies is self._copy_out)
+        return self._num_copies
+
+    def _last_copy_in(self, items: list[int]) -> int:
+        """Allocate host buffers; return the last copy that has to leave them (E2), or 0."""
+        self._requests += [(item, True) for item in items]
+        if not self._copy_in:
+            return 0  # No buffer has been used before.
+        for item, is_needed in self._requests:
+            if is_needed:
+                nbytes = self._trace.storages[item].nbytes
+                self._buffers[item] = self._ledger.allocate(nbytes)
+            else:
+                self._ledger.free(self._buffers[item], item)
+        self._requests.clear()
+        before = itertools.chain.from_iterable(self._buffers[item].used_before for item in items)
+        return max(map(self._copy_in.__getitem__, before), default=0)
 
     def _count_freed_lingering(self) -> None:
         storages = self._trace.storages
@@ -178,37 +205,53 @@ class _Walk(Issuer):
             self.absent_bytes += storages[item].nbytes
 
     def free(self, number: int) -> None:
-        """Release the storages of a group."""
-        self.free_at[number] = self.step
-        freed = self.perform(self.step, self.jobs[number].action(ActionKind.FREE))
-        for item in freed:
-            if self._trace.storages[item].lingers_until > self.step:
+        """Release the storages of a group, after their D2H copies (E3)."""
+        step, job, storages = self.step, self.jobs[number], self._trace.storages
+        self.free_at[number] = step
+        last = 0
+        for item in job.storages:
+            storage = storages[item]
+            if len(storage.holders) > 1:
+                num_released = self._releases[item] = self._releases.get(item, 0) + 1
+                if num_released < len(storage.holders):
+                    continue
+            if self._copy_out[item] > last:
+                last = self._copy_out[item]
+            self._free_step[item] = step
+            if storage.lingers_until > step:
                 self._lingering.add(item)
             else:
-                self.absent_bytes += self._trace.storages[item].nbytes
+                self.absent_bytes += storage.nbytes
+        if last and self.clock.copies.run_until(last) > self.clock.now_ms:
+            self.clock.wait(job.action(ActionKind.FREE), (last,))
 
     def is_away(self, number: int) -> bool:
         """Return whether all moving storages of a group were freed at an earlier step.
 
         Freeing and reloading a storage at the same step would gain nothing.
         """
-        free_step, step = self.free_step, self.step
-        return max([free_step.get(item, step) for item in self.jobs[number].storages]) < step
+        free_step, step = self._free_step, self.step
+        return all(free_step.get(item, step) < step for item in self.jobs[number].storages)
 
     def reload(self, number: int) -> None:
         """Start the H2D copy of a group."""
         self.h2d_at[number] = self.step
-        reloading = self.perform(self.step, self.jobs[number].action(ActionKind.H2D))
-        for item in reloading:
+        items = [item for item in self.jobs[number].storages if item not in self._copy_in]
+        if items:
+            self._copy(items, self._copy_in, [])
+        for item in items:
+            self._requests.append((item, False))
             if item in self._lingering:
                 self._lingering.remove(item)
             else:
                 self.absent_bytes -= self._trace.storages[item].nbytes
 
     def read(self) -> None:
-        """If the step is a use, make compute wait for the H2D copies that it needs."""
-        if self.step in self._use_at:
-            self.use(self.step, self._trace.steps[self.step])
+        """If the step is a use, make compute wait for the H2D copies that it needs (E5)."""
+        job = self._use_at.get(self.step)
+        if job is not None:
+            last = max(map(self._copy_in.__getitem__, job.storages))
+            self.clock.wait(self._trace.steps[self.step], (last,))
 
     def timing(self) -> Timing:
         """Return the result, once all steps are done."""
@@ -256,26 +299,32 @@ class _Arrangement:
         self._rate = model.bandwidth.d2h_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
         self._next_free = 0
         self._next_back = 0
+        self._room_for = self._room_from = -1
+        """The place of the H2D copy that waits for room, and the first step at which there is."""
 
     def run(self, most_ms: float) -> Timing:
         """Decide all steps in order."""
-        clock, beyond_ms = self._walk.clock, most_ms * (1 + 1e-6) + 1e-6
+        walk, clock = self._walk, self._walk.clock
+        beyond_ms = most_ms * (1 + 1e-6) + 1e-6
+        commits = [job.commit for job in self._jobs]
         for step in range(len(self._needed)):
-            self._walk.reach(step)
+            walk.reach(step)
             if clock.stall_ms > beyond_ms:
                 return Timing({}, clock.stall_ms, {}, math.inf, np.zeros(0))
-            if self._may_free():
+            if self._next_free < len(commits) and commits[self._next_free] <= step:
                 self._free_copied_out()
                 self._free_for_limit()
             if self._next_back < len(self._due) and self._due[self._next_back] <= step:
                 self._reload_due()
-            self._walk.read()
-        return self._walk.timing()
+            walk.read()
+        return walk.timing()
 
     def _free_copied_out(self) -> None:
         walk = self._walk
         while self._may_free():
-            last = self._jobs[self._number_of[self._jobs[self._next_free].last_out]]
+            last = self._jobs[self._next_free]
+            if last.last_out != last.key:
+                last = self._jobs[self._number_of[last.last_out]]
             end_ms = walk.clock.copies.ends_ms.get(walk.copy_of[last.key])
             if end_ms is None:
                 break
@@ -317,8 +366,14 @@ class _Arrangement:
             return True
         if step < self._due[place] or not self._walk.is_away(number):
             return False
-        room = np.minimum.reduce(self._room[step : job.use])
-        return not job.in_bytes or bool(room >= job.in_bytes)
+        if not job.in_bytes:
+            return True
+        if self._room_for != place:
+            lacking = np.flatnonzero(self._room[step : job.use] < job.in_bytes)
+            self._room_for, self._room_from = place, step
+            if lacking.size:
+                self._room_from += int(lacking[-1]) + 1
+        return step >= self._room_from
 
     def _reload_due(self) -> None:
         walk = self._walk
@@ -337,8 +392,8 @@ class _Arrangement:
 def _running_free_by(jobs: Sequence[Job], num_steps: int) -> list[int]:
     """Return, for each step, how many of the first jobs must be released by then."""
     counts = [0] * num_steps
-    for number, job in enumerate(jobs):
-        counts[job.free_by] = max(counts[job.free_by], number + 1)
+    for number, job in enumerate(jobs, 1):
+        counts[job.free_by] = number
     return list(itertools.accumulate(counts, max))
 
 

@@ -123,29 +123,40 @@ class _Structure:
         return found
 
     @cached_property
-    def families(self) -> dict[GroupKey, int]:
-        """For each group, a number that it has in common with those it shares storages with."""
-        groups = self._trace.groups
-        family_of = {group.key: number for number, group in enumerate(groups)}
-        members = {number: [group.key] for number, group in enumerate(groups)}
-        for storage in self._trace.storages:
+    def shared(self) -> dict[GroupKey, int]:
+        """For each group that shares storages, a number that it has in common with the others."""
+        family_of: dict[GroupKey, int] = {}
+        members: dict[int, list[GroupKey]] = {}
+        for number, storage in enumerate(self._trace.storages):
             if len(storage.holders) > 1:
-                first = family_of[storage.holders[0]]
-                for other in {family_of[key] for key in storage.holders} - {first}:
-                    family_of.update(dict.fromkeys(members[other], first))
-                    members[first] += members.pop(other)
+                together = list(storage.holders)
+                for other in {family_of[key] for key in together if key in family_of}:
+                    together += members.pop(other)
+                members[number] = list(dict.fromkeys(together))
+                family_of.update(dict.fromkeys(together, number))
         return family_of
+
+    @cached_property
+    def own_jobs(self) -> list[Job]:
+        """The jobs of all groups that share no storages, in order of commit."""
+        alone = (group.key for group in self._trace.groups if group.key not in self.shared)
+        moved = {item for item, window in enumerate(self.windows) if window is not None}
+        made = (self.make_jobs((key,), moved) for key in alone)
+        return sorted(itertools.chain.from_iterable(made), key=attrgetter("commit"))
 
     def copies(self, moving: Collection[GroupKey]) -> _Copies:
         """Return the copies of these groups."""
         groups = frozenset(moving)
         found = self._copies.get(groups)
         if found is None:
-            families, by_family = self.families, dict[int, list[GroupKey]]()
-            for key in groups:
-                by_family.setdefault(families[key], []).append(key)
-            made = [self.jobs_of_family(tuple(keys)) for keys in by_family.values()]
-            jobs = sorted(itertools.chain.from_iterable(made), key=attrgetter("commit"))
+            shared, by_family = self.shared, dict[int, list[GroupKey]]()
+            for key in groups & shared.keys():
+                by_family.setdefault(shared[key], []).append(key)
+            jobs = [job for job in self.own_jobs if job.key in groups]
+            if by_family:
+                made = [self.jobs_of_family(tuple(keys)) for keys in by_family.values()]
+                jobs += itertools.chain.from_iterable(made)
+                jobs.sort(key=attrgetter("commit"))
             found = self._copies[groups] = _Copies(jobs, self.windows, len(self._trace.steps))
         return found
 

@@ -4,15 +4,15 @@
 
 :class:`Issuer` models what the engine (``activation_store``) does for an action; ``edges`` has the
 waits that ``copy_streams`` adds to a queue. A test compares both with what the engine issues. The
-proof (``check``), the clock (``walk``), the search (``arrange``) and the host layout know the
-engine only through these two. Each queue runs in order; only the edges order operations of
-different queues.
+proof (``check``), the clock (``walk``) and the host layout know the engine only through these two;
+the search (``arrange``) has its own, faster walk, which a test compares with the clock. Each queue
+runs in order; only the edges order operations of different queues.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -246,14 +246,12 @@ class Issuer:
     Args:
         trace: The iteration.
         moved: For each group, the storages that its actions move.
-        kinds: Kinds of operations to issue; others are skipped.
     """
 
     def __init__(
         self,
         trace: Trace,
         moved: Mapping[GroupKey, Sequence[int]],
-        kinds: Collection[OpKind] = frozenset(OpKind),
     ) -> None:
         self.operations: list[Operation] = []
         """Those issued so far, in order."""
@@ -263,7 +261,6 @@ class Issuer:
         """For each storage, the step at which its device memory was released."""
         self._trace = trace
         self._moved = moved
-        self._kinds = kinds
         held = {storage for storages in moved.values() for storage in storages}
         self._location = dict.fromkeys(held, _Location.UNWRITTEN)
         self._num_holders = {index: len(trace.storages[index].holders) for index in held}
@@ -397,5 +394,4 @@ class Issuer:
         """Issue one operation of each kind for all storages, since the engine batches them."""
         if storages:
             for kind in kinds:
-                if kind in self._kinds:
-                    self.issue(Operation(kind, index, cause, tuple(storages)))
+                self.issue(Operation(kind, index, cause, tuple(storages)))

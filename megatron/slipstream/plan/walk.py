@@ -56,9 +56,9 @@ class _Queue:
         self._left_bytes, self._since_ms, self._rate = nbytes, ms, 0.0
 
     def set_rate(self, rate: float, ms: float) -> None:
-        """Set the rate from ``ms`` on, in bytes per millisecond."""
+        """Set the rate of the running copy from ``ms`` on, in bytes per millisecond."""
         # If unchanged, do not recompute the end time, to avoid rounding it again.
-        if self.running < 0 or rate == self._rate:
+        if rate == self._rate:
             return
         if ms > self._since_ms:  # 0 ms at an infinite rate would give NaN bytes.
             done_bytes = (ms - self._since_ms) * self._rate
@@ -126,16 +126,17 @@ class CopyQueues:
             out.start_next(self.ends_ms, self.starts_ms, now_ms)
         if back.running < 0 and back.waiting:
             back.start_next(self.ends_ms, self.starts_ms, now_ms)
-        are_both_busy = out.running >= 0 and back.running >= 0
-        out.set_rate(out.both if are_both_busy else out.alone, now_ms)
-        back.set_rate(back.both if are_both_busy else back.alone, now_ms)
-        self.next_ms = min(out.end_ms, back.end_ms)
+        if out.running >= 0:
+            out.set_rate(out.alone if back.running < 0 else out.both, now_ms)
+        if back.running >= 0:
+            back.set_rate(back.alone if out.running < 0 else back.both, now_ms)
+        self.next_ms = out.end_ms if out.end_ms <= back.end_ms else back.end_ms
         return self.next_ms
 
     def _end_next(self) -> None:
         now_ms = self._now_ms = self.next_ms
         for queue in (self._out, self._in):
-            if queue.running >= 0 and queue.end_ms <= now_ms:
+            if queue.end_ms <= now_ms:  # It has no end while nothing runs.
                 self.ends_ms[queue.running] = queue.end_ms
                 queue.running, queue.end_ms = -1, math.inf
 
@@ -211,17 +212,25 @@ class Clock:
             copies: The indices of the earlier copies that it waits for.
         """
         queue = operation.kind.queue
-        if queue is not Queue.COMPUTE:
-            nbytes = 0
-            for storage in operation.storages:
-                nbytes += self._storages[storage].nbytes
-            self.copies.add(number, nbytes, copies, queue is Queue.D2H, self.now_ms)
-            return
+        if queue is Queue.COMPUTE:
+            self.wait(operation.cause, copies)
+        else:
+            nbytes = sum(self._storages[storage].nbytes for storage in operation.storages)
+            self.copy(number, nbytes, copies, queue is Queue.D2H)
+
+    def copy(self, number: int, nbytes: int, waits_for: Sequence[int], is_out: bool) -> None:
+        """Issue a copy: see :meth:`CopyQueues.add`."""
+        self.copies.add(number, nbytes, waits_for, is_out, self.now_ms)
+
+    def wait(self, cause: Action | Step, copies: Sequence[int]) -> None:
+        """Make compute wait for copies; ``cause`` is what needs them."""
         until_ms = self.now_ms
         for copy in copies:
-            until_ms = max(until_ms, self.copies.run_until(copy))
+            end_ms = self.copies.run_until(copy)
+            if end_ms > until_ms:
+                until_ms = end_ms
         if until_ms > self.now_ms:
-            stall = SimulatedStall(operation.cause, self.now_ms, until_ms - self.now_ms)
+            stall = SimulatedStall(cause, self.now_ms, until_ms - self.now_ms)
             self.stalls.append(stall)
             self.stall_ms += stall.ms
             self.now_ms = until_ms
