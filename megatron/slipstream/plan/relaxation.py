@@ -66,6 +66,11 @@ class Limits(NamedTuple):
     host_bytes: Optional[int] = None
     """The limit on host memory; None for none."""
 
+    @property
+    def allowed_bytes(self) -> int:
+        """Device bytes that activations may use."""
+        return self.device_bytes - self.resident_bytes
+
 
 class Prediction(NamedTuple):
     """What is predicted for an assignment."""
@@ -212,9 +217,8 @@ class Relaxation:
         return self._try_or_choose(limits)
 
     def _check(self, limits: Limits) -> None:
-        allowed = limits.device_bytes - limits.resident_bytes
-        if self._frugal_bytes > allowed and not self._is_scaled:
-            raise NothingFitsError(self._frugal_bytes, allowed)
+        if self._frugal_bytes > limits.allowed_bytes and not self._is_scaled:
+            raise NothingFitsError(self._frugal_bytes, limits.allowed_bytes)
 
     def _try_or_choose(self, limits: Limits) -> Assignment:
         trial = self._next_trial(limits) if self._num_choices == 0 else None
@@ -228,7 +232,7 @@ class Relaxation:
         chosen = self.choose(limits)
         self._num_choices += 1
         is_last = self._num_choices > MAX_CHOICES
-        fits = self._activation_bytes <= limits.device_bytes - limits.resident_bytes
+        fits = self._activation_bytes <= limits.allowed_bytes
         if fits and (is_last or self._is_no_slower_than(chosen, limits)):
             self.stage = Stage.SETTLED
             return self.assignment
@@ -247,7 +251,7 @@ class Relaxation:
         left_by_earlier = limits.base_bytes - limits.resident_bytes
         # What the frugal iteration needed beyond what is composed for it, any other may need, too.
         beside = max(left_by_earlier, self._frugal_bytes - visits.most_bytes(trial))
-        allowed = (1 - MARGIN) * (limits.device_bytes - limits.resident_bytes) - beside
+        allowed = (1 - MARGIN) * limits.allowed_bytes - beside
         for index, setting in self._untried():
             other = (*trial[:index], setting, *trial[index + 1 :])
             if visits.most_bytes(other) <= allowed:
@@ -276,7 +280,7 @@ class Relaxation:
 
     def target_bytes(self, limits: Limits) -> int:
         """Return the limit for what is predicted: iterations need more than their traces show."""
-        margin = int(MARGIN * (limits.device_bytes - limits.resident_bytes))
+        margin = int(MARGIN * limits.allowed_bytes)
         return limits.device_bytes - margin - self._excess_bytes
 
     def choose(self, limits: Limits) -> Prediction:

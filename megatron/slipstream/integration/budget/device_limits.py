@@ -93,7 +93,7 @@ class DeviceLimits:
     def agree(self, limits: Limits, ranks: StageRanks) -> Limits:
         """Return the limits on all ranks of the stage, from which the coming choice is made."""
         agreed = ranks.tightest(limits)
-        self.allowed_bytes = agreed.device_bytes - agreed.resident_bytes
+        self.allowed_bytes = agreed.allowed_bytes
         return agreed
 
     def shrunk(self, limits: Limits, ranks: StageRanks) -> Optional[int]:
@@ -101,8 +101,7 @@ class DeviceLimits:
 
         Predictions leave a margin, which such a choice may use up.
         """
-        agreed = ranks.tightest(limits)
-        allowed_bytes = agreed.device_bytes - agreed.resident_bytes
+        allowed_bytes = ranks.tightest(limits).allowed_bytes
         is_less = allowed_bytes < (1 - relaxation.MARGIN) * self.allowed_bytes
         return allowed_bytes if is_less else None
 

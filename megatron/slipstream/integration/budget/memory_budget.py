@@ -392,7 +392,7 @@ class MemoryBudget:
         relaxation, plan = self.relaxation, self._engine.plan
         if not relaxation.assignment:
             return
-        report.budget_bytes = self._limits.now.device_bytes - self._limits.now.resident_bytes
+        report.budget_bytes = self._limits.now.allowed_bytes
         report.budget_reason = f"activation_memory_budget={self._budget}"
         num_layers = len(relaxation.assignment)
         moved = self._boundaries.moved_bytes(plan) if plan is not None else [0] * num_layers

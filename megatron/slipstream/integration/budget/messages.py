@@ -66,7 +66,7 @@ class Messages:
             self._budget,
             ", ".join(f"{number} {name}" for name, number in sorted(counts.items())),
             format_bytes(limits.device_bytes),
-            format_bytes(limits.device_bytes - limits.resident_bytes),
+            format_bytes(limits.allowed_bytes),
             format_bytes(predicted.peak_bytes if predicted is not None else 0),
         )
 

@@ -89,7 +89,7 @@ class StageRanks:
         """Return the limits that hold on all ranks. A collective."""
         host_bytes = math.inf if limits.host_bytes is None else limits.host_bytes
         bandwidth = limits.bandwidth or [-1.0] * len(Bandwidth._fields)
-        least = (limits.device_bytes - limits.resident_bytes, host_bytes, *bandwidth)
+        least = (limits.allowed_bytes, host_bytes, *bandwidth)
         most = (limits.resident_bytes, limits.base_bytes - limits.resident_bytes)
         resident, left, *rest = self.largest([*most, *(-value for value in least)])
         allowed, host, *rates = (-value for value in rest)
