@@ -149,7 +149,8 @@ class Relaxation:
         Args:
             boundaries: See :meth:`LayerVisits.add`.
             movable_bytes: See :meth:`LayerVisits.add`.
-            activation_bytes: Its device peak without what is resident.
+            activation_bytes: Its device peak without what is resident, or that by the plan which it
+                was recorded for if it is higher.
             scale: See :meth:`LayerVisits.add`.
         """
         activation_bytes = int(activation_bytes * scale)
@@ -199,7 +200,8 @@ class Relaxation:
         if self.predicted is not None:
             known = self.predicted.peak_bytes - limits.resident_bytes
             self._excess_bytes = max(self._excess_bytes, self._activation_bytes - known)
-        if self.stage is Stage.RECORDED:
+        is_over = self.predicted is not None and self._activation_bytes > limits.allowed_bytes
+        if self.stage is Stage.RECORDED and not is_over:
             self.stage = Stage.TIMED
             return self.assignment
         return self._try_or_choose(limits)

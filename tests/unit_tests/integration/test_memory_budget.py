@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from budgeted_training import Budgeted, Run, train_within
-from model_case import DENSE_MODULES, MAMBA_MODULES, ModelCase
+from model_case import DENSE_MODULES, MAMBA_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
 from state_space_layers import MAMBA
 from tiny_gpt import build_chunks, initialize, make_config, train_steps
@@ -32,8 +32,8 @@ from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.integration.packed.dynamic_context_parallel import DynamicGroupMixin
 from megatron.slipstream.options.budget import complete_arguments
 from megatron.slipstream.options.fields import OffloadConfig
-from megatron.slipstream.plan.relaxation import Stage
-from megatron.slipstream.plan.settings import NOTHING, WHOLE, describe_setting
+from megatron.slipstream.plan.relaxation import Limits, Prediction, Relaxation, Stage
+from megatron.slipstream.plan.settings import NOTHING, WHOLE, Assignment, describe_setting
 
 NORM = {"normalization": "LayerNorm"}
 """One operation, as Transformer Engine's norms are."""
@@ -120,6 +120,31 @@ def _check_report(result: Budgeted) -> None:
     for layer, setting, least in zip(result.layers, final, result.least, strict=True):
         assert not layer.recomputed_bytes or setting != least
         assert layer.moved_bytes + layer.recomputed_bytes <= layer.saved_bytes
+
+
+def _train_choosing(
+    rank: int, world_size: int, port: int, run: Run, first: Assignment
+) -> list[Budgeted]:
+    """Train with another first choice, which is said to fit as the one in its place."""
+    choose, assignments = Relaxation.choose, iter([first])
+
+    def choose_first(self: Relaxation, limits: Limits) -> Prediction:
+        chosen = choose(self, limits)
+        return chosen._replace(assignment=next(assignments, chosen.assignment))
+
+    with patch.object(Relaxation, "choose", choose_first):
+        return train_within(rank, world_size, port, run)
+
+
+def test_a_choice_is_not_followed_if_its_plan_exceeds_the_budget() -> None:
+    """It fits while it is recorded, since all that may moves then, the latest groups too."""
+    case = ModelCase("mla", num_layers=4, overrides=NORM)
+    run = Run(case, 0.7265, (2,) * 10, "cpu", MOE_MODULES, {"min_offloaded_tensor_size": 1})
+    recomputed = frozenset({"mla_up_proj"})
+    first = (NOTHING, NOTHING, recomputed, recomputed)
+    ((result,),) = run_ranks(1, _train_choosing, run, first)
+    _check(result)
+    assert result.assignments.count(first) == 1
 
 
 @pytest.mark.parametrize("budget", ["0.8", "0.5"])

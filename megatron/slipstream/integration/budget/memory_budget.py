@@ -78,6 +78,8 @@ class MemoryBudget:
         self._num_unfit = 0
         """Iterations in a row without one."""
         self._movable_bytes: list[int] = []
+        self._planned_bytes = 0
+        """The device peak by the plan that the last iteration was recorded for; 0 without one."""
         self._peak_bytes = 0
         """The device peak of the last iteration."""
         self._is_blind = False
@@ -163,9 +165,10 @@ class MemoryBudget:
                 too. All ranks raise it: they would wait for one that raised it alone.
         """
         plan = self._engine.plan
-        self._movable_bytes = []
+        self._movable_bytes, self._planned_bytes = [], 0
         if self._boundaries.has_memory and plan is not None:
             self._movable_bytes = self._boundaries.movable_bytes(plan.trace)
+            self._planned_bytes = (plan.peak_bytes() or (0, 0))[1]
         worst = None if self._is_blind else self._ranks.worst(self._lack)
         if worst is not None:
             raise self._messages.nothing_fits(worst, self._boundaries.shape)
@@ -260,7 +263,9 @@ class MemoryBudget:
             boundaries = self._boundaries.without_times()
         before = relaxation.assignment, relaxation.stage is Stage.FRUGAL
         scale = 1 / larger if larger else 1.0
-        relaxation.note(boundaries, self._movable_bytes, self.activation_bytes, scale)
+        # All that may moves while an iteration is recorded, later what its plan says.
+        needed_bytes = max(self._peak_bytes, self._planned_bytes) - self.resident_bytes
+        relaxation.note(boundaries, self._movable_bytes, needed_bytes, scale)
         relaxation.take(self._ranks.largest(relaxation.numbers()))
         limits = self._limits.find(self._chunks, relaxation.frugal_bytes)
         try:
