@@ -66,7 +66,7 @@ def stand_in() -> None:
 
     # Before 0.19 a single module.
     common, gdn = (getattr(gated_delta_net, name, gated_delta_net) for name in ("common", "gdn"))
-    rule = functools.partial(_gated_delta_rule, common.torch_chunk_gated_delta_rule)
+    rule = functools.partial(_gated_delta_rule, gated_delta_net.torch_chunk_gated_delta_rule)
     for module in (common, gdn):
         module.causal_conv1d, module.chunk_gated_delta_rule = _convolved, rule
     common.HAVE_FLA, common.l2norm = True, _L2Norm.apply
