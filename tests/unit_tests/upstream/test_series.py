@@ -112,6 +112,20 @@ def test_the_tests_of_the_series_pass_in_the_patched_tree(
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
+def test_fixtures_of_all_tests_go_along(checkout: Path, series: list[Made]) -> None:
+    """Also those of tests that need a GPU, which are skipped before fixtures are looked up."""
+    del series
+    ours = (ROOT / "tests" / "conftest.py").read_text()
+    fixtures = re.findall(r"^@pytest\.fixture(?:\(.*\))?\ndef (\w+)\(", ours, re.MULTILINE)
+    assert "record_row" in fixtures
+    theirs = (checkout / TESTS / "offload_engine" / "conftest.py").read_text()
+    for file in (checkout / TESTS).glob("offload_*/test_*.py"):
+        text = file.read_text()
+        for name in fixtures:
+            if re.search(rf"\b{name}\b", text):
+                assert f"def {name}(" in text + theirs, f"{file.name}: {name}"
+
+
 def test_losses_gradients_and_plans_are_those_of_the_plugin(
     checkout: Path, series: list[Made], tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         elif item.get_closest_marker("gpus2") or item.get_closest_marker("gpus4"):
             item.add_marker(pytest.mark.skip(reason="needs several GPUs"))
+
+
+@pytest.fixture
+def record_row() -> Callable[..., None]:
+    """``record_row(theme, **fields)`` prints a result, which ``pytest -s`` shows."""
+    return lambda theme, **fields: print(theme, fields)
