@@ -223,7 +223,7 @@ class _Walk:
             else:
                 self.absent_bytes += storage.nbytes
         if last and self.clock.copies.run_until(last) > self.clock.now_ms:
-            self.clock.wait(job.action(ActionKind.FREE), (last,))
+            self.clock.stall(job.action(ActionKind.FREE), (last,))
 
     def is_away(self, number: int) -> bool:
         """Return whether all moving storages of a group were freed at an earlier step.
@@ -251,7 +251,7 @@ class _Walk:
         job = self._use_at.get(self.step)
         if job is not None:
             last = max(map(self._copy_in.__getitem__, job.storages))
-            self.clock.wait(self._trace.steps[self.step], (last,))
+            self.clock.stall(self._trace.steps[self.step], (last,))
 
     def timing(self) -> Timing:
         """Return the result, once all steps are done."""

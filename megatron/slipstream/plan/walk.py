@@ -213,7 +213,7 @@ class Clock:
         """
         queue = operation.kind.queue
         if queue is Queue.COMPUTE:
-            self.wait(operation.cause, copies)
+            self.stall(operation.cause, copies)
         else:
             nbytes = sum(self._storages[storage].nbytes for storage in operation.storages)
             self.copy(number, nbytes, copies, queue is Queue.D2H)
@@ -222,7 +222,7 @@ class Clock:
         """Issue a copy: see :meth:`CopyQueues.add`."""
         self.copies.add(number, nbytes, waits_for, is_out, self.now_ms)
 
-    def wait(self, cause: Action | Step, copies: Sequence[int]) -> None:
+    def stall(self, cause: Action | Step, copies: Sequence[int]) -> None:
         """Make compute wait for copies; ``cause`` is what needs them."""
         until_ms = self.now_ms
         for copy in copies:
