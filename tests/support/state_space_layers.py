@@ -221,6 +221,7 @@ def _gated_delta_rule(
 
     Without a GPU in short chunks: each token of a chunk takes some operations.
     """
+    tensors = tensors or tuple(options[name] for name in "qkv")  # from 0.20 on
     chunk_size = RULE_CHUNK if use_gpu() else 8
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
