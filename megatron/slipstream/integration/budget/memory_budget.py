@@ -263,8 +263,10 @@ class MemoryBudget:
             boundaries = self._boundaries.without_times()
         before = relaxation.assignment, relaxation.stage is Stage.FRUGAL
         scale = 1 / larger if larger else 1.0
-        # All that may moves while an iteration is recorded, later what its plan says.
-        needed_bytes = max(self._peak_bytes, self._planned_bytes) - self.resident_bytes
+        needed_bytes = self.activation_bytes
+        if relaxation.predicted is not None:
+            # All that may moves while a choice is recorded; afterwards, what its plan says.
+            needed_bytes = max(needed_bytes, self._planned_bytes - self.resident_bytes)
         relaxation.note(boundaries, self._movable_bytes, needed_bytes, scale)
         relaxation.take(self._ranks.largest(relaxation.numbers()))
         limits = self._limits.find(self._chunks, relaxation.frugal_bytes)
