@@ -6,7 +6,6 @@ device ends that the budget takes for a larger one."""
 from __future__ import annotations
 
 import gc
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -219,7 +218,7 @@ def train_until_settled(
     with _counted_time(), ExitStack() as stack:
         _, baseline = switched_off(case, (count,), "cpu", reads_memory=True)
         install.uninstall()
-        device = SimpleNamespace(seems=0, ends=math.inf)
+        device = SimpleNamespace(seems=0)
         stack.enter_context(patch.object(CpuBackend, "obtainable_bytes", lambda _: device.seems))
         manager = install.install(
             OffloadConfig(activation_memory_budget="auto", offload_backend="cpu")

@@ -148,10 +148,10 @@ def make_cheap() -> None:
     Imported objects are not garbage. Compiling megatron-core's small fused functions in each
     process takes a fourth of the tests' time; they are compiled with a GPU, and in commands that
     are started as from a shell. With each process group, torch would reset its compiler's caches
-    and fill them again though nothing is compiled. With each operation that a meter of memory sees,
-    it would look for a rule that nobody has registered. Megatron-core's mock data has 100,000
-    documents of 2,000 tokens, whose shuffling takes a fifth of a small training; 1,000 are enough
-    here.
+    and fill them again though nothing is compiled. For each operation that a memory meter sees,
+    torch would look up a dispatch rule, and none is registered. Megatron-core's mock data has
+    100,000 documents of 2,000 tokens, whose shuffling takes a fifth of a small training; 1,000 are
+    enough here.
     """
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 

@@ -168,7 +168,7 @@ class Lifecycle:
             self.drop_plans()
 
     def lower_target(self, target_memory_bytes: int) -> None:
-        """Make the plans again if they may use more of the device. Call between iterations."""
+        """Lower the target, and plan again from the traces. Call between iterations."""
         before = self.planner.options.target_memory_bytes
         if before is None or target_memory_bytes >= before:
             return

@@ -119,7 +119,7 @@ def _order(choice: BudgetChoice) -> tuple[bool, float]:
 
 
 def planned(rank: RankTemplates, assignment: Assignment, limits: Limits) -> BudgetChoice:
-    """Plan the iteration of a given assignment; its ``limit`` is not told."""
+    """Plan the iteration of a given assignment; :func:`choose` sets ``limit``."""
     chunks = rank.passes(assignment)
     forwards = [chunks[item.vp_stage] for item in rank.schedule if item.direction == "F"]
     templates = list(itertools.chain.from_iterable(item.templates for item in forwards))

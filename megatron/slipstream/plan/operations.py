@@ -248,17 +248,11 @@ class Issuer:
         moved: For each group, the storages that its actions move.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        moved: Mapping[GroupKey, Sequence[int]],
-    ) -> None:
+    def __init__(self, trace: Trace, moved: Mapping[GroupKey, Sequence[int]]) -> None:
         self.operations: list[Operation] = []
         """Those issued so far, in order."""
         self.buffers: dict[int, HostBuffer] = {}
         """The host buffer of each storage that has been offloaded."""
-        self.free_step: dict[int, int] = {}
-        """For each storage, the step at which its device memory was released."""
         self._trace = trace
         self._moved = moved
         held = {storage for storages in moved.values() for storage in storages}
@@ -266,6 +260,7 @@ class Issuer:
         self._num_holders = {index: len(trace.storages[index].holders) for index in held}
         """For each storage, the number of groups that have yet to release it."""
         self._d2h_step: dict[int, int] = {}
+        self._free_step: dict[int, int] = {}
         self._h2d_step: dict[int, int] = {}
         self._use_step: dict[int, int] = {}
         self._ledger = HostLedger()
@@ -281,7 +276,7 @@ class Issuer:
 
     def storage_plans(self) -> tuple[StoragePlan, ...]:
         """Return the plan of each moving storage; valid at the end."""
-        steps = (self._d2h_step, self.free_step, self._h2d_step, self._use_step)
+        steps = (self._d2h_step, self._free_step, self._h2d_step, self._use_step)
         return tuple(
             StoragePlan(index, self._trace.storages[index].nbytes, *(at[index] for at in steps))
             for index in sorted(self._location)
@@ -305,22 +300,20 @@ class Issuer:
         self._issue(index, step, written, OpKind.WRITE)
         self._issue(index, step, saved, OpKind.SAVE)
 
-    def perform(self, index: int, action: Action) -> list[int]:
+    def perform(self, index: int, action: Action) -> None:
         """Perform an action.
-
-        Returns:
-            The storages whose copies start, or whose memory is released.
 
         Raises:
             Refusal: The action is not possible in the current state.
         """
         if action.kind is ActionKind.D2H:
-            return self._copy_out(index, action)
-        if action.kind is ActionKind.FREE:
-            return self._free(index, action)
-        return self._copy_in(index, action)
+            self._copy_out(index, action)
+        elif action.kind is ActionKind.FREE:
+            self._free(index, action)
+        else:
+            self._copy_in(index, action)
 
-    def _copy_out(self, index: int, action: Action) -> list[int]:
+    def _copy_out(self, index: int, action: Action) -> None:
         offloading = []
         for storage in self._moved[action.key]:
             if self._location[storage] is not _Location.DEVICE:
@@ -331,7 +324,6 @@ class Issuer:
             self.buffers[storage] = self._ledger.allocate(self._trace.storages[storage].nbytes)
             offloading.append(storage)
         self._issue(index, action, offloading, OpKind.START_OUT, OpKind.COPY_OUT)
-        return offloading
 
     def _check_may_offload(self, storage: int, action: Action) -> None:
         if self._trace.storages[storage].held_outside:
@@ -342,7 +334,7 @@ class Issuer:
                 detail = f"storage {storage} is also held by group {key}, which keeps it"
                 raise Refusal(SafetyProperty.ALL_RELEASE, action, detail)
 
-    def _free(self, index: int, action: Action) -> list[int]:
+    def _free(self, index: int, action: Action) -> None:
         freed = []
         for storage in self._moved[action.key]:
             if self._location[storage] is not _Location.OFFLOADING:
@@ -351,12 +343,11 @@ class Issuer:
             self._num_holders[storage] -= 1
             if not self._num_holders[storage]:
                 self._location[storage] = _Location.HOST
-                self.free_step[storage] = index
+                self._free_step[storage] = index
                 freed.append(storage)
         self._issue(index, action, freed, OpKind.RELEASE)
-        return freed
 
-    def _copy_in(self, index: int, action: Action) -> list[int]:
+    def _copy_in(self, index: int, action: Action) -> None:
         reloading = []
         for storage in self._moved[action.key]:
             if self._location[storage] is _Location.RELOADED:
@@ -371,7 +362,6 @@ class Issuer:
         for storage in reloading:
             # As in the engine: once issued, the buffer's next D2H copy waits for it (E2).
             self._ledger.free(self.buffers[storage], storage)
-        return reloading
 
     def use(self, index: int, step: Step) -> None:
         """Use a group: backward reads the tensors that it saved.
