@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from multiprocessing import connection, forkserver
 from typing import Any
 from unittest.mock import patch
@@ -72,6 +73,10 @@ def _context() -> Any:
         import_megatron()
         new_process.check_can_fork()
         return multiprocessing.get_context("fork")
+    if find_spec("megatron.core.ssm.ops.gdp") is not None:
+        # megatron-core 0.20's kernels there ask for the GPU's name when they are imported, which
+        # initializes CUDA: each rank imports for itself.
+        return multiprocessing.get_context("spawn")
     forkserver.set_forkserver_preload(["gpu_imports"])
     # Not every Python 3.12 gives the server this path.
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
