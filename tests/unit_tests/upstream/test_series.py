@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from tools.upstream.packed_edits import SCRIPTS
 from tools.upstream.series import TEST_PLACES, Made, git, make
 
 GUIDE = ROOT / "docs" / "design" / "upstream.md"
+TRAINS = ROOT / "tests" / "support" / "planned_models.py"
 FAST = (
     *("test_padded_routing.py", "test_config_fields.py", "test_bit_equality.py"),
     *("test_layer_graphs.py", "test_packed_sequences.py", "test_dynamic_context_parallel.py"),
@@ -100,15 +101,30 @@ def test_each_commit_is_made_and_few_lines_of_megatron_change(
     assert 0 < lines <= command.MAX_EDITED_LINES
 
 
-@pytest.mark.timeout(600)  # Half a minute of processors that are its own.
-def test_the_tests_of_the_series_pass_in_the_patched_tree(
-    checkout: Path, series: list[Made]
-) -> None:
+class InTree(NamedTuple):
+    """What one process has done in the patched tree: it takes seconds to import it."""
+
+    tests: subprocess.CompletedProcess[str]
+    trained: Path
+
+
+@pytest.fixture(scope="module")
+def in_tree(checkout: Path, series: list[Made], tmp_path_factory: pytest.TempPathFactory) -> InTree:
+    """Models are trained there, then tests run."""
     del series
-    folder = f"{TESTS}/offload_engine"
-    done = run_tests(
-        checkout, "-k", "not auto", *(f"{TEST_PLACES.get(name, folder)}/{name}" for name in FAST)
+    trained = tmp_path_factory.mktemp("trained") / "tree"
+    train = (
+        f"sys.path.insert(0, {str(TRAINS.parent)!r})\n"
+        "import planned_models\n"
+        f"planned_models.main({str(checkout / SUPPORT)!r}, {str(trained)!r})"
     )
+    tests = [f"{TEST_PLACES.get(name, f'{TESTS}/offload_engine')}/{name}" for name in FAST]
+    return InTree(run_tests(checkout, "-k", "not auto", *tests, first=train), trained)
+
+
+@pytest.mark.timeout(600)  # Half a minute of processors that are its own.
+def test_the_tests_of_the_series_pass_in_the_patched_tree(in_tree: InTree) -> None:
+    done = in_tree.tests
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
@@ -126,22 +142,14 @@ def test_fixtures_of_all_tests_go_along(checkout: Path, series: list[Made]) -> N
                 assert f"def {name}(" in text + theirs, f"{file.name}: {name}"
 
 
+@pytest.mark.timeout(600)
 def test_losses_gradients_and_plans_are_those_of_the_plugin(
-    checkout: Path, series: list[Made], tmp_path: Path
+    in_tree: InTree, tmp_path: Path
 ) -> None:
-    del series
-    script = ROOT / "tests" / "support" / "planned_models.py"
-    files = tmp_path / "plugin", tmp_path / "tree"
-    # As in the forked process torch compiles nothing, so that results can be equal.
-    variables = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", script, checkout / SUPPORT, files[1]],
-        env={**os.environ, **variables, "PYTHONPATH": str(checkout)},
-    ) as in_tree:
-        with_plugin = run_script(script, str(NEW_TEXT), str(files[0]))
-        assert with_plugin.returncode == 0, with_plugin.stderr
-        assert in_tree.wait(300) == 0
-    plugin, tree = map(torch.load, files)
+    # Neither here nor there torch compiles anything, so that results can be equal.
+    with_plugin = run_script(TRAINS, str(NEW_TEXT), str(tmp_path / "plugin"))
+    assert with_plugin.returncode == 0, with_plugin.stderr
+    plugin, tree = torch.load(tmp_path / "plugin"), torch.load(in_tree.trained)
     assert (
         list(plugin)
         == list(tree)
@@ -223,8 +231,15 @@ def test_imports_of_one_module_are_one_line(source: Source) -> None:
     assert source.text.splitlines()[:3] == ["import torch", "", "from megatron.core.c import a, b"]
 
 
-def test_patches_are_written_and_apply(checkout: Path, tmp_path: Path, series: list[Made]) -> None:
-    clone = tmp_path / "clone"
+def test_patches_are_written_and_apply(
+    checkout: Path, tmp_path: Path, series: list[Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made_before(copy: Path) -> Iterator[Made]:
+        git(copy, "reset", "--quiet", "--hard", made)
+        yield from series
+
+    clone, made = tmp_path / "clone", git(checkout, "rev-parse", "HEAD").strip()
+    monkeypatch.setattr(command, "make", made_before)
     git(checkout, "clone", "--quiet", "--shared", str(checkout), str(clone))
     git(clone, "reset", "--quiet", "--hard", f"HEAD~{len(series)}")
     assert command.main(["--megatron", str(clone), "--patches", str(tmp_path / "out")]) == 0
