@@ -416,7 +416,7 @@ class Scenario:
     plain: Callable[[], torch.nn.Module] | None = None
     """The model without the engine, if another one."""
     backend: str = LAZY
-    num_iterations: int = 4
+    num_iterations: int = 3
     num_modules: int | None = None
     late: int | None = 0
     plans: int | None = 1
@@ -510,7 +510,7 @@ SCENARIOS = {
             ("all graphs kept", all_graphs_kept, 1),
         )
     },
-    "gradients of gradients": Scenario(step=second_order, iterations=4, moved={"layers.*": 3}),
+    "gradients of gradients": Scenario(step=second_order, iterations=3, moved={"layers.*": 3}),
     **{
         f"a metric, {keeps=}": Scenario(
             step=partial(with_metric, keeps), num_iterations=5, moved={"layers.*": -1}
@@ -518,12 +518,12 @@ SCENARIOS = {
         for keeps in (False, True)
     },
     **{
-        mode.__name__: Scenario(step=partial(without_gradients, mode), iterations=4)
+        mode.__name__: Scenario(step=partial(without_gradients, mode), iterations=3)
         for mode in (torch.no_grad, torch.inference_mode)
     },
     "an unused output": Scenario(
         # The last iteration ends with the next forward.
-        UnusedHead, ["layers.*", "heads.*"], iterations=7, moved={"layers.*": 3}
+        UnusedHead, ["layers.*", "heads.*"], iterations=5, moved={"layers.*": 3}
     ),
     "a backward for each output": Scenario(
         TwoHeads, ["encoder.layers.*", "tower.*"], a_backward_for_each_output, moved={"tower.*": 2}
@@ -532,7 +532,7 @@ SCENARIOS = {
         Force, "layers.*.mlp", late=None, groups={"layers.*.mlp": 4}
     ),
     "a part alone": Scenario(
-        Backbone, "decoder.layers.*", a_part_alone, iterations=8, moved={"decoder.layers.*": 3}
+        Backbone, "decoder.layers.*", a_part_alone, iterations=6, moved={"decoder.layers.*": 3}
     ),
     "a part after the model": Scenario(step=a_part_after_the_model, late=None, passes=[4, 1]),
     "a model that calls itself": Scenario(Recursive, late=None, passes=[12]),

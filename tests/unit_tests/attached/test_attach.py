@@ -23,6 +23,7 @@ from attached_models import (
     make_attached,
     micro_batch,
     one_backward_each,
+    plain_results,
     train,
     train_as_plain,
 )
@@ -69,7 +70,7 @@ def test_loss_and_gradients_are_those_without(name: str, caplog: pytest.LogCaptu
 
 def test_a_wait_that_is_missing_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparisons here can fail."""
-    expected = train(make(Decoder), one_backward_each)
+    expected = plain_results(Decoder)
     monkeypatch.setattr(CopyStreams, "before_use", lambda *_: None)
     model = make(Decoder, "layers.*", LAZY)
     assert not equal(train(model, one_backward_each), expected)
@@ -138,7 +139,7 @@ def test_checkpointing_switched_on_and_off_while_training(reentrant: bool) -> No
         model.checkpointing = reentrant if iteration // 3 % 2 else None
         return one_backward_each(model, iteration)
 
-    expected = train(make(Decoder), one_backward_each, 12)
+    expected = plain_results(Decoder, num_iterations=12)
     model, attached = make_attached(Decoder, "layers.*", LAZY)
     assert equal(train(model, step, 12), expected)
     assert list(counters(attached)) == [INPUTS]
