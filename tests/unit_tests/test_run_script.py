@@ -30,6 +30,10 @@ FAKE_PYTHON = """#!/bin/sh
 (IFS='|'; echo "$*" >>"$CALLS")
 case "$*" in
   "-m venv --clear "*) rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
+  "-m pip config list") printf '%s\\n' "$PIP_SETTINGS" ;;
+  "-m uv "*)
+    [ ! -e "$FAIL_UV" ] || exit 1
+    echo "$UV_DEFAULT_INDEX|$UV_INDEX|$UV_FIND_LINKS|$SSL_CERT_FILE|$UV_HTTP_TIMEOUT" ;;
   "-m pip "*)
     [ ! -e "$FAIL_PIP" ] || exit 1
     while [ $# -gt 0 ]; do [ "$1" != --target ] || mkdir -p "$2"; shift; done ;;
@@ -62,6 +66,8 @@ def machine(tmp_path: Path) -> dict[str, str]:
         "SLIPSTREAM_PYTHON_DIRS": "",
         "CALLS": str(tmp_path / "calls"),
         "FAIL_PIP": str(tmp_path / "fail-pip"),
+        "FAIL_UV": str(tmp_path / "fail-uv"),
+        "PIP_SETTINGS": "",
     }
 
 
@@ -190,9 +196,45 @@ def test_everything_is_installed_in_the_tested_version(
 ) -> None:
     run("python", env=machine, script=clone)
     calls = Path(machine["CALLS"]).read_text().splitlines()
-    pip_installs = [call for call in calls if call.startswith("-m|pip|install|")]
-    assert len(pip_installs) == 2
-    assert all(f"|-c|{clone.parent / 'constraints.txt'}|" in call for call in pip_installs)
+    made_by = [call for call in calls if re.match(r"-m\|(uv\|)?pip\|install\|", call)]
+    assert len(made_by) == 3
+    assert all(f"|-c|{clone.parent / 'constraints.txt'}|" in call for call in made_by)
+
+
+def test_uv_installs_from_the_places_that_pip_knows(machine: dict[str, str], clone: Path) -> None:
+    machine["PIP_SETTINGS"] = "\n".join(
+        [
+            ":env:.default-timeout='180'",
+            ":env:.find-links='/first'",
+            "global.cert='/bundle.crt'",
+            r"global.extra-index-url='\nfile:///a\nfile:///b'",
+            "global.find-links='/second'",
+            "global.index-url='http://here/simple?a=b'",
+        ]
+    )
+    result = run("python", env=machine, script=clone)
+    places = "http://here/simple?a=b| file:///a file:///b|/first|/bundle.crt|180"
+    assert result.stderr.splitlines().count(places) == 2
+    mine = machine | {"UV_DEFAULT_INDEX": "http://mine"}
+    (clone.parent / ".venv" / ".ready").unlink()
+    assert "http://mine| file:///a" in run("python", env=mine, script=clone).stderr
+
+
+@pytest.mark.parametrize("failing", ["", "its install", "its work"])
+def test_pip_installs_what_uv_does_not(
+    machine: dict[str, str], clone: Path, tmp_path: Path, failing: str
+) -> None:
+    if failing == "its install":
+        no_uv = 'case "$*" in *" uv") exit 1 ;; esac\n'
+        make_script(tmp_path / "shims" / "python3.12", FAKE_PYTHON.replace("\n", f"\n{no_uv}", 1))
+    elif failing == "its work":
+        Path(machine["FAIL_UV"]).touch()
+    result = run("python", env=machine, script=clone)
+    assert result.returncode == 0, result.stderr
+    assert ("run: uv cannot be installed or failed" in result.stderr) == bool(failing)
+    calls = Path(machine["CALLS"]).read_text().splitlines()
+    (made_by,) = (call for call in calls if "|-e|" in call)
+    assert made_by.startswith("-m|pip|install|" if failing else "-m|uv|pip|install|")
 
 
 @pytest.mark.parametrize("keeps_byte_code", [True, False])
@@ -202,8 +244,10 @@ def test_byte_code_is_made_at_once_where_python_must_not_keep_it(
     forbidden = {} if keeps_byte_code else {"PYTHONDONTWRITEBYTECODE": "1"}
     assert run("python", env=machine | forbidden, script=clone).returncode == 0
     calls = Path(machine["CALLS"]).read_text().splitlines()
-    pip_installs = [call for call in calls if call.startswith("-m|pip|install|")]
-    assert ["|--no-compile|" in call for call in pip_installs] == [keeps_byte_code] * 2
+    by_pip = [call for call in calls if call.startswith("-m|pip|install|")]
+    by_uv = [call for call in calls if call.startswith("-m|uv|pip|install|")]
+    assert ["|--no-compile|" in call for call in by_pip] == [keeps_byte_code]
+    assert ["|--compile-bytecode|" in call for call in by_uv] == [not keeps_byte_code] * 2
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
@@ -227,7 +271,7 @@ def test_an_environment_moved_with_its_clone_is_refreshed(
 ) -> None:
     run("python", env=machine, script=clone)
     calls = Path(machine["CALLS"])
-    assert "--quiet" not in calls.read_text()  # the first time, pip shows how far it is
+    assert "--quiet" not in calls.read_text()  # the first time, uv shows how far it is
     moved = clone.parent.rename(clone.parent.with_name("moved"))
     calls.unlink()
     said = run("python", env=machine, script=moved / "run").stderr
