@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.slipstream.plan.actions import ActionKind
+from megatron.slipstream.plan.edges import EDGES, OpKind
 from megatron.slipstream.plan.host_layout import HostBuffer, HostLedger
 from megatron.slipstream.plan.model import BYTES_PER_MS_AT_1_GB_PER_S, Floats, IterationModel, Job
 from megatron.slipstream.plan.trace import GroupKey
@@ -124,8 +125,9 @@ def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 class _Walk:
     """State of an iteration up to the current step: copies, time, bytes off the device.
 
-    It times the copies and waits of ``Issuer`` without operations. Copies of a queue end in order,
-    so that only the last of those waited for counts.
+    It times the copies and waits of ``Issuer`` without operations; the edge table says for which
+    copies an edge waits. Copies of a queue end in order, so that only the last of those waited for
+    counts.
     """
 
     def __init__(self, model: IterationModel, jobs: list[Job]) -> None:
@@ -146,6 +148,9 @@ class _Walk:
         self._copy_out: dict[int, int] = {}
         """For each storage, the number of its D2H copy."""
         self._copy_in: dict[int, int] = {}
+        copies = {OpKind.COPY_OUT: self._copy_out, OpKind.COPY_IN: self._copy_in}
+        self._awaited = {edge.id: copies[edge.signal] for edge in EDGES if edge.signal.is_copy}
+        """For each edge that waits for a copy, the copies of which it is one."""
         self._releases: dict[int, int] = {}
         """For each storage, how many of its holders have released it."""
         self._free_step: dict[int, int] = {}
@@ -186,7 +191,8 @@ class _Walk:
     def _last_copy_in(self, items: list[int]) -> int:
         """Allocate host buffers; return the last copy that has to leave them (E2), or 0."""
         self._requests += [(item, True) for item in items]
-        if not self._copy_in:
+        awaited = self._awaited["E2"]
+        if not awaited:
             return 0  # No buffer has been used before.
         for item, is_needed in self._requests:
             if is_needed:
@@ -196,7 +202,7 @@ class _Walk:
                 self._ledger.free(self._buffers[item], item)
         self._requests.clear()
         before = itertools.chain.from_iterable(self._buffers[item].used_before for item in items)
-        return max(map(self._copy_in.__getitem__, before), default=0)
+        return max(map(awaited.__getitem__, before), default=0)
 
     def _count_freed_lingering(self) -> None:
         storages = self._trace.storages
@@ -207,6 +213,7 @@ class _Walk:
     def free(self, number: int) -> None:
         """Release the storages of a group, after their D2H copies (E3)."""
         step, job, storages = self.step, self.jobs[number], self._trace.storages
+        awaited = self._awaited["E3"]
         self.free_at[number] = step
         last = 0
         for item in job.storages:
@@ -215,8 +222,8 @@ class _Walk:
                 num_released = self._releases[item] = self._releases.get(item, 0) + 1
                 if num_released < len(storage.holders):
                     continue
-            if self._copy_out[item] > last:
-                last = self._copy_out[item]
+            if awaited[item] > last:
+                last = awaited[item]
             self._free_step[item] = step
             if storage.lingers_until > step:
                 self._lingering.add(item)
@@ -250,7 +257,7 @@ class _Walk:
         """If the step is a use, make compute wait for the H2D copies that it needs (E5)."""
         job = self._use_at.get(self.step)
         if job is not None:
-            last = max(map(self._copy_in.__getitem__, job.storages))
+            last = max(map(self._awaited["E5"].__getitem__, job.storages))
             self.clock.stall(self._trace.steps[self.step], (last,))
 
     def timing(self) -> Timing:
