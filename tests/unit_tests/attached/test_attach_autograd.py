@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -26,6 +26,7 @@ from attached_models import (
     make_attached,
     numbers,
     one_backward_each,
+    plain_results,
     train,
     warnings_of,
 )
@@ -312,16 +313,20 @@ RUNS: dict[str, Run] = {
 }
 
 
+@cache
+def of_plain_chain(run: Run) -> list[torch.Tensor]:
+    return run(make(chain))
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_the_result_is_that_without_and_training_moves_afterwards(name: str, backend: str) -> None:
     run = RUNS[name]
-    plain = make(chain)
     model, attached = make_attached(chain, "parts.*", backend)
-    assert equal(run(model), run(plain))
+    assert equal(run(model), of_plain_chain(run))
     for _ in range(3):
-        assert equal(backward(model), backward(plain))
+        assert equal(backward(model), of_plain_chain(backward))
     assert counters(attached)["parts.*"].num_groups_moved == 2
-    assert equal(run(model), run(plain))
+    assert equal(run(model), of_plain_chain(run))
 
 
 def test_modules_compiled_as_one_graph_before_they_are_attached_move() -> None:
@@ -439,6 +444,11 @@ def test_compiled_autograd_is_left_alone(step: Run, caplog: pytest.LogCaptureFix
 # --- compilers ------------------------------------------------------------------------------------
 
 
+def without_dropout() -> Any:
+    """Of compiled graphs it draws other numbers."""
+    return make(partial(Decoder, 2)).eval()
+
+
 @pytest.mark.parametrize(
     "what, first",
     [
@@ -449,44 +459,36 @@ def test_compiled_autograd_is_left_alone(step: Run, caplog: pytest.LogCaptureFix
     ],
 )
 def test_compiled_modules(what: str, first: str) -> None:
-    """With a compiler that does not fuse: fusion would change the results of a split model."""
-
-    def run(patterns: Any) -> list[torch.Tensor]:
-        torch._dynamo.reset()
-        compiler = CompileCounterWithBackend("aot_eager")
-        model, attached = make(partial(Decoder, 2)), None
-        model.eval()  # Dropout of compiled graphs draws other numbers.
-        if patterns and first == "attached":
-            attached = attach_to(model, patterns, "cpu-lazy")
-        call = _compile(model, what, compiler)
-        if patterns and first == "compiled":
-            attached = attach_to(call, patterns, "cpu-lazy")
-        results = train(call, one_backward_each, 2)
-        # One graph for all layers, or for the whole model.
-        assert compiler.frame_count == 1
-        if attached is not None:
-            assert counters(attached)["layers.*"].num_groups_moved == 1
-        return results
-
-    assert equal(run("layers.*"), run(None))
-
-
-@pytest.mark.parametrize("first", ["attached", "compiled"])
-@torch._dynamo.config.patch(skip_nnmodule_hook_guards=True)
-def test_code_that_was_compiled_for_a_model_without_hooks_is_not_used(first: str) -> None:
-    torch._dynamo.reset()
-    plain = torch.compile(make(partial(Decoder, 2)).eval(), backend="aot_eager")
-    expected = train(plain, one_backward_each, 2)
-    model = make(partial(Decoder, 2))
-    model.eval()
+    """With a compiler that does not fuse: fusion would change the results."""
+    compiler = CompileCounterWithBackend("aot_eager")
+    model = without_dropout()
     if first == "attached":
         attached = attach_to(model, "layers.*", LAZY)
-    call: Any = torch.compile(model, backend="aot_eager")
+    call = _compile(model, what, compiler)
     if first == "compiled":
         attached = attach_to(call, "layers.*", LAZY)
-    one_backward_each(plain, 0)
-    assert equal(train(call, one_backward_each, 2), expected)
+    assert equal(
+        train(call, one_backward_each, 2), plain_results(without_dropout, num_iterations=2)
+    )
+    assert compiler.frame_count == 1, "one graph for all layers, or for the whole model"
     assert counters(attached)["layers.*"].num_groups_moved == 1
+
+
+@torch._dynamo.config.patch(skip_nnmodule_hook_guards=True)
+def test_code_that_was_compiled_for_a_model_without_hooks_is_not_used() -> None:
+    plain = torch.compile(without_dropout(), backend="aot_eager")
+    expected = plain_results(without_dropout, num_iterations=2)
+    assert equal(train(plain, one_backward_each, 2), expected)
+    for first in ("attached", "compiled"):
+        model = without_dropout()
+        if first == "attached":
+            attached = attach_to(model, "layers.*", LAZY)
+        call: Any = torch.compile(model, backend="aot_eager")
+        if first == "compiled":
+            attached = attach_to(call, "layers.*", LAZY)
+        one_backward_each(plain, 0)
+        assert equal(train(call, one_backward_each, 2), expected), first
+        assert counters(attached)["layers.*"].num_groups_moved == 1, first
 
 
 @pytest.mark.parametrize("checkpointing", [None, False], ids=["", "checkpoint"])
@@ -497,15 +499,11 @@ def test_the_engine_is_not_compiled_with_a_training_step(checkpointing: Optional
                 torch._dynamo.graph_break()  # in a loop: the rest is not compiled
             return super().forward(x)
 
-    def run(patterns: Any) -> list[torch.Tensor]:
-        torch._dynamo.reset()
-        model = make(partial(Decoder, 2, checkpointing), patterns, LAZY)
-        model.layers[1].__class__ = Breaks
-        model.eval()
-        return train(model, torch.compile(one_backward_each, backend="aot_eager"), 2)
-
-    expected = run(None)
-    assert equal(run("layers.*"), expected)
+    model = make(partial(Decoder, 2, checkpointing), "layers.*", LAZY)
+    model.layers[1].__class__ = Breaks
+    model.eval()
+    results = train(model, torch.compile(one_backward_each, backend="aot_eager"), 2)
+    assert equal(results, plain_results(without_dropout, num_iterations=2))
     codes = [code for reference in input_codes.seen if (code := reference()) is not None]
     own = [code.co_name for code in codes if code.co_filename.startswith(ENGINE)]
     # A finaliser has no effect that a compiler could change, and runs at any time. A hook only asks

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import traceback
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -86,6 +86,11 @@ class KindLayer(torch.nn.Module):
         return x + Saves.apply(self.linear(x), [self.special])
 
 
+@cache
+def trained_without(kind: str, held_as: str) -> list[Any]:
+    return train_kind(kind, held_as, None)[0]
+
+
 def train_kind(kind: str, held_as: str, path: str | None) -> tuple[list[Any], Attached | None]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(KindLayer(kind, held_as) for _ in range(3)))
@@ -113,7 +118,7 @@ KIND_CASES = [
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("kind", "held_as"), KIND_CASES)
 def test_a_saved_tensor_of_any_kind_comes_back(kind: str, held_as: str, path: str) -> None:
-    expected, _ = train_kind(kind, held_as, None)
+    expected = trained_without(kind, held_as)
     before = Saves.num_returned
     results, attached = train_kind(kind, held_as, path)
     assert results == expected
@@ -356,15 +361,19 @@ def train_hugging(model: Any, num_iterations: int = 3) -> list[torch.Tensor]:
     return results
 
 
+@cache
+def hugging_results(build: Any, checkpointing: Optional[bool]) -> list[torch.Tensor]:
+    return train_hugging(make_hugging(build, checkpointing))
+
+
 @needs_transformers
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["", "checkpoint", "reentrant"])
 @pytest.mark.parametrize("build", [llama, mixtral], ids=lambda build: build.__name__)
 def test_plain_loop(build: Any, checkpointing: Optional[bool], backend: str) -> None:
-    expected = train_hugging(make_hugging(build, checkpointing))
     model = make_hugging(build, checkpointing)
     attached = attach_to(model, "model.layers.*", backend)
-    assert equal(train_hugging(model), expected)
+    assert equal(train_hugging(model), hugging_results(build, checkpointing))
     report = attached.report().ranks[0]
     assert (report.num_iterations, report.num_plans, report.total.num_late) == (6, 1, 0)
     # The model itself holds the first layer's input as long as its forward runs.
@@ -381,12 +390,11 @@ def test_plain_loop(build: Any, checkpointing: Optional[bool], backend: str) -> 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("build", [llama, mixtral], ids=lambda build: build.__name__)
 def test_parts_of_layers(build: Any, backend: str) -> None:
-    expected = train_hugging(make_hugging(build, None))
     model = make_hugging(build, None)
     # transformers 4 calls a block of experts otherwise.
     mlp = "mlp" if hasattr(model.model.layers[0], "mlp") else "block_sparse_moe"
     attached = attach_to(model, ["model.layers.*.self_attn", f"**.{mlp}"], backend)
-    assert equal(train_hugging(model), expected)
+    assert equal(train_hugging(model), hugging_results(build, None))
     moved = {name: each.num_groups_moved for name, each in counters(attached).items()}
     assert moved == {"model.layers.*.self_attn": 3, f"**.{mlp}": 3}
 
