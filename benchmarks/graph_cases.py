@@ -133,15 +133,15 @@ GRAPH_CASES: tuple[Case, ...] = (
     ),
     _chunk(
         "smoke_chunk",
-        "four tiny layers; without a GPU graphs are imitated",
-        ModelCase(bf16=True),
+        "two tiny layers; without a GPU graphs are imitated",
+        ModelCase(num_layers=2, bf16=True),
         captured=None,
         needs_gpu=False,
     ),
     _chunk(
         "smoke_dropless",
         "the same with sync-free experts",
-        ModelCase("moe", bf16=True, sync_free_experts=True),
+        ModelCase("moe", num_layers=2, bf16=True, sync_free_experts=True),
         "core_attn expert_fc1",
         offload={"min_offloaded_tensor_size": 1},
         captured=None,

@@ -20,16 +20,15 @@ from forked import Done, run_function, run_module
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def benchmark(*arguments: str, sees_gpu: bool = False) -> Done:
+def benchmark(*arguments: str) -> Done:
     """Run ``python -m benchmarks.run``. Returns its result.
 
     Without a GPU its ranks are forked, since each would import torch and megatron-core again.
 
     Args:
         arguments: Arguments of the command.
-        sees_gpu: Whether it may use a GPU.
     """
-    hidden = {} if sees_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
     if torch.cuda.is_available():
         return run_module("benchmarks.run", *arguments, folder=ROOT, environment=hidden)
     command = partial(_fork_ranks, arguments)
