@@ -13,7 +13,6 @@ from benchmark_runs import benchmark
 from benchmarks import run
 from benchmarks.rows import read_rows
 
-
 WAYS = ["eager", "stock", "chunk", "chunk+offload"]
 
 
