@@ -60,11 +60,14 @@ class Place:
         return self.num_passed == self._number + 1
 
     @contextlib.contextmanager
-    def among_calls(self, backend: Backend) -> Iterator[None]:
-        """Within the context, the calls of the backend's methods are the places."""
+    def among_calls(self, backend: Backend, is_native: bool) -> Iterator[None]:
+        """Within the context, the calls of the backend's methods are the places.
+
+        A query that fails is another place in C++ only: those in Python are among its lines.
+        """
         names = [name for name in dir(Backend) if callable(getattr(Backend, name))]
         names = [name for name in names if not name.startswith("_")]
-        if self._is_after:
+        if self._is_after or not is_native:
             names = [name for name in names if name not in QUERIES]
         for name in names:
             setattr(backend, name, self._failing(getattr(backend, name)))

@@ -16,7 +16,6 @@ from hypothesis import given, settings, strategies as st
 from torch.autograd import forward_ad
 
 from megatron.slipstream.fine_grained_activation_offload import activation_store
-from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
 from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
     SavedTensor,
@@ -24,7 +23,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 
 
-@pytest.fixture(params=["cpu", "cpu-lazy", LAZY_NATIVE])
+@pytest.fixture(params=["cpu-lazy", LAZY_NATIVE])
 def bench(request: pytest.FixtureRequest) -> HandDriven:
     return HandDriven(request.param)
 
@@ -637,8 +636,6 @@ def returned(bench: HandDriven, tensors: list[torch.Tensor]) -> list[SavedTensor
 def test_each_stream_that_reads_waits_for_the_copy_back_once(
     bench: HandDriven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not isinstance(bench.backend, LazyCpuBackend):
-        pytest.skip("this backend has one stream")
     (saved,) = returned(bench, [torch.randn(64)])
     waiters = []
     wait = bench.backend.wait

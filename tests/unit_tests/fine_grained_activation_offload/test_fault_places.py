@@ -85,8 +85,10 @@ def sweep(rig: Rig, num_before: int, stride: int, kind: str, is_after: bool = Fa
     manager = rig.renew(num_before)
     for number in itertools.count(step=stride):
         place = Place(number, is_after)
-        is_call = kind == "calls"
-        rig.fail(place.among_calls(manager.store.backend) if is_call else place.among_lines())
+        if kind == "calls":
+            rig.fail(place.among_calls(manager.store.backend, manager.store.is_native))
+        else:
+            rig.fail(place.among_lines())
         if not place.is_reached:
             return number // stride
         try:

@@ -112,7 +112,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-lazy", LAZY_NATIVE])
+@pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_results_are_those_without_offloading(backend: str, fraction: float, schedule: str) -> None:
@@ -237,13 +237,14 @@ def test_without_enough_host_memory_groups_stay(backend: str) -> None:
 
 def test_graphs_that_are_captured_again_get_the_host_memory_of_those_before() -> None:
     chunks = make_chunks(1, NUM_LAYERS)
+    expected = step(chunks, None, "F0 B0")
     manager = trained(chunks, "cpu-lazy", "one micro-batch")
     outside = manager.store.host_pool
     limit_bytes = outside.limit_bytes = 2 * outside.allocated_bytes
     moved_bytes = []
     for _ in range(4):
         warm_up(chunks, manager)
-        step(chunks, manager, "F0 B0")
+        assert all_equal(expected, step(chunks, manager, "F0 B0"))
         manager.graphs.close()
         assert outside.limit_bytes + manager.graphs.host_bytes == limit_bytes
         moved_bytes.append(sum(c.d2h_bytes for c in manager.graphs.modules.values()))
@@ -295,20 +296,6 @@ def test_training_goes_on_without_graphs_afterwards() -> None:
     assert not manager.graphs.is_open
 
 
-def test_a_second_set_of_graphs_replaces_the_first() -> None:
-    chunks = make_chunks(1, NUM_LAYERS)
-    expected = step(chunks, None, "F0 B0")
-    manager = trained(chunks, "cpu-lazy", "one micro-batch")
-    pools = []
-    for _ in range(2):
-        warm_up(chunks, manager)
-        assert all_equal(expected, step(chunks, manager, "F0 B0"))
-        manager.graphs.close()
-        pools += manager.graphs.pools
-        run_schedule(chunks, SCHEDULES["one micro-batch"], manager)
-    assert pools[0] is not pools[1]
-
-
 def test_a_set_of_graphs_moves_what_moves_in_any_of_its_micro_batches() -> None:
     chunks = make_chunks(1, NUM_LAYERS)
     manager = trained(chunks, "cpu-lazy", "1F1B first of two")
@@ -327,21 +314,6 @@ def test_a_set_of_graphs_moves_what_moves_in_any_of_its_micro_batches() -> None:
         graphs.close()
     assert min(needed) > 0
     assert max(needed) == needed[0]  # A set of all micro-batches moves what any of them moves.
-
-
-def test_nothing_is_verified_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host waits for what it verifies, and no capture lets it."""
-    chunks = make_chunks(1, NUM_LAYERS)
-    manager = make_manager("cpu", num_verified_iterations=100)
-    run_schedule(chunks, SCHEDULES["one micro-batch"], manager)
-    verifier = manager.store.verifier
-    assert verifier is not None
-    warm_up(chunks, manager)
-    num_verified = verifier.num_verified
-    step(chunks, manager, "F0 B0")
-    assert manager.graphs.moves_anything
-    assert verifier.num_verified == num_verified
-    assert manager.store.verifier is verifier
 
 
 def test_the_last_layer_of_each_chunk_is_known() -> None:

@@ -11,7 +11,7 @@ from typing import Optional
 
 import pytest
 import torch
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 from make_trace import Schedule, interleaved, one_f_one_b
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
@@ -68,35 +68,14 @@ def pool(backend: CountingBackend) -> HostPool:
 
 
 @settings(max_examples=300, deadline=None)
-@given(nbytes=st.integers(2 * MIN_BUFFER_BYTES, 1 << 40))
-def test_a_size_class_wastes_less_than_a_sixteenth(nbytes: int) -> None:
+@given(nbytes=st.integers(1, 1 << 40), more=st.integers(0, 2))
+@example(nbytes=1 << 13, more=1)
+@example(nbytes=1 << 36, more=1)
+def test_a_size_class_is_aligned_and_wastes_less_than_a_sixteenth(nbytes: int, more: int) -> None:
     size = size_class_bytes(nbytes)
-    assert 0 <= size - nbytes < nbytes / 16
-
-
-@pytest.mark.parametrize("exponent", [13, 20, 30, 36])
-def test_the_waste_stays_below_a_sixteenth_around_powers_of_two(exponent: int) -> None:
-    for nbytes in range((1 << exponent), (1 << exponent) + 3):
-        assert 0 <= size_class_bytes(nbytes) - nbytes < nbytes / 16
-
-
-@settings(max_examples=300, deadline=None)
-@given(small=st.integers(1, 1 << 32), more=st.integers(0, 1 << 20))
-def test_a_larger_request_never_gets_a_smaller_class(small: int, more: int) -> None:
-    assert size_class_bytes(small) <= size_class_bytes(small + more)
-
-
-@settings(max_examples=300, deadline=None)
-@given(nbytes=st.integers(1, 1 << 40))
-def test_a_size_class_serves_a_request_of_its_own_size(nbytes: int) -> None:
-    size = size_class_bytes(nbytes)
-    assert size_class_bytes(size) == size
-
-
-@settings(max_examples=300, deadline=None)
-@given(nbytes=st.integers(0, 1 << 40))
-def test_a_size_class_keeps_what_follows_aligned(nbytes: int) -> None:
-    assert size_class_bytes(nbytes) % 512 == 0
+    assert size % 512 == 0
+    assert size_class_bytes(size) == size <= size_class_bytes(nbytes + more)
+    assert nbytes < 2 * MIN_BUFFER_BYTES or 0 <= size - nbytes < nbytes / 16
 
 
 def test_an_octave_has_sixteen_classes() -> None:
@@ -110,11 +89,6 @@ def test_small_requests_share_the_smallest_buffer(nbytes: int) -> None:
 
 
 # Lending.
-
-
-def test_a_buffer_is_as_long_as_its_class(pool: HostPool) -> None:
-    allocation = pool.allocate(70 * KIB)
-    assert allocation.buffer.nbytes == size_class_bytes(70 * KIB) == pool.in_use_bytes
 
 
 @pytest.mark.parametrize("backend_type", [CpuBackend, LazyCpuBackend])
@@ -180,15 +154,12 @@ def test_memory_of_a_large_buffer_serves_many_small_ones(pool: HostPool) -> None
     assert pool.num_slabs == 1
 
 
-def test_a_new_buffer_has_nothing_to_wait_for(pool: HostPool) -> None:
-    assert pool.allocate(8 * KIB).last_use == ()
-
-
 def test_the_last_use_goes_with_the_bytes_to_the_next_borrower(pool: HostPool) -> None:
     # The next user's copy has to wait for it (edge E2).
     event = object()
     allocation = pool.allocate(8 * KIB)
     address = allocation.buffer.address
+    assert (allocation.buffer.nbytes, allocation.last_use) == (8 * KIB, ())
     allocation.last_use = (event,)
     pool.free(allocation)
     again = pool.allocate(8 * KIB - 100)
@@ -273,7 +244,7 @@ class MoeIterations:
         return [*varying, *self._fixed]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     pipeline=st.sampled_from([(pp, rank) for pp in (1, 2, 4) for rank in range(pp)]),
     vp_size=st.integers(1, 3),
@@ -346,7 +317,7 @@ def test_the_number_of_slabs_is_constant_although_sizes_vary_from_step_to_step(
     for _ in range(10):
         iterations.run(pool)
     num_slabs, high_water_bytes = pool.num_slabs, pool.high_water_bytes
-    for _ in range(40):
+    for _ in range(20):
         iterations.run(pool)
     # More is only taken where more is in use than ever before.
     assert pool.num_slabs <= num_slabs + (pool.high_water_bytes > high_water_bytes)
@@ -477,9 +448,10 @@ def test_closing_returns_every_slab(
     if given_back:
         for allocation in allocations:
             pool.free(allocation)
-    pool.close()
-    assert backend.alive == {}
-    assert pool.allocated_bytes == pool.in_use_bytes == 0
+    for _ in range(2):
+        pool.close()
+        assert backend.alive == {}
+        assert pool.allocated_bytes == pool.in_use_bytes == 0
 
 
 def test_a_closed_pool_has_wasted_nothing(pool: HostPool) -> None:
@@ -489,13 +461,6 @@ def test_a_closed_pool_has_wasted_nothing(pool: HostPool) -> None:
     pool.allocate(8 * KIB)
     assert pool.high_water_bytes == 8 * KIB
     assert pool.waste_bytes == 0
-
-
-def test_closing_twice_returns_nothing_twice(pool: HostPool, backend: CountingBackend) -> None:
-    pool.free(pool.allocate(8 * KIB))
-    pool.close()
-    pool.close()
-    assert backend.alive == {}
 
 
 def test_a_buffer_given_back_after_closing_is_never_lent_again(

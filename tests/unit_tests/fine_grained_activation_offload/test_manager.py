@@ -32,7 +32,7 @@ from megatron.slipstream.fine_grained_activation_offload.storage import Residenc
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.trace import StepKind
 
-BACKENDS = ["cpu", "cpu-lazy", LAZY_NATIVE]
+BACKENDS = ["cpu-lazy", LAZY_NATIVE]
 
 
 @pytest.fixture(params=BACKENDS)

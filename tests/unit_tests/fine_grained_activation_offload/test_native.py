@@ -45,19 +45,6 @@ def is_right(manager: PipelineOffloadManager, schedule: str, chunks: Any, rows: 
     return all_equal(expected, run_schedule(chunks, schedule, manager, rows=rows))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_is_right(name: str) -> None:
-    """With late copies this is in ``test_manager.py``."""
-    chunks = make_chunks(2 if "interleaved" in name else 1)
-    manager = make_manager("cpu, native", num_verified_iterations=2)
-    assert manager.store.is_native
-    for _ in range(5):
-        assert is_right(manager, SCHEDULES[name], chunks)
-    assert manager.report.total.num_groups_moved > 0
-    gc.collect()
-    assert manager.store.host_pool.in_use_bytes == 0
-
-
 class Log(LazyCpuBackend):
     """Notes all that is asked of it, with streams and events by the order in which they appear."""
 
@@ -109,9 +96,7 @@ class Log(LazyCpuBackend):
 Program = list[tuple[str, int]]
 
 
-def log_of(
-    is_native: bool, program: Program, make: Callable[[], Any] = make_chunks
-) -> list[tuple[Any, ...]]:
+def log_of(is_native: bool, program: Program, make: Callable[[], Any]) -> list[tuple[Any, ...]]:
     backend = Log()
     manager = PipelineOffloadManager(OffloadEngine(backend, PolicyOptions(), is_native=is_native))
     chunks = make()
@@ -137,13 +122,6 @@ PROGRAMS: dict[str, Program] = {
     ],
     "in turn": [("1F1B first of four", 7), ("1F1B first of two", 7)] * 3,
 }
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_both_issue_the_same_operations(name: str) -> None:
-    log = log_of(False, PROGRAMS[name])
-    assert log_of(True, PROGRAMS[name]) == log
-    assert {entry[0] for entry in log} == {"record", "wait", "copy", "drop", "allocate"}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -289,16 +267,16 @@ def acts_between_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_both_issue_the_same_operations_with_marks_in_cpp(name: str) -> None:
-    log = log_of(False, PROGRAMS[name], marked_chunks)
-    assert log_of(True, PROGRAMS[name], marked_chunks) == log
-
-
-@pytest.mark.usefixtures("acts_between_groups")
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_both_issue_the_same_operations_at_marks_of_no_group(name: str) -> None:
-    log = log_of(False, PROGRAMS[name], headed_chunks)
-    assert log_of(True, PROGRAMS[name], headed_chunks) == log
+@pytest.mark.parametrize("make", [make_chunks, marked_chunks, headed_chunks])
+def test_both_issue_the_same_operations(
+    name: str, make: Callable[[], Any], request: pytest.FixtureRequest
+) -> None:
+    """With marks in Python, in C++, and of no group."""
+    if make is headed_chunks:
+        request.getfixturevalue("acts_between_groups")
+    log = log_of(False, PROGRAMS[name], make)
+    assert log_of(True, PROGRAMS[name], make) == log
+    assert {entry[0] for entry in log} == {"record", "wait", "copy", "drop", "allocate"}
 
 
 class HoldingChunk(MarkedChunk):
@@ -527,10 +505,9 @@ def test_marks_of_a_followed_plan_are_not_python_s(
     assert calls == ["0.0:FS", "enter", "0.0:BE"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_is_right_with_marks_in_cpp(name: str, backend: str) -> None:
-    manager, chunks = make_manager(backend), marked_chunks() * 2
+def test_every_schedule_is_right_with_marks_in_cpp(name: str) -> None:
+    manager, chunks = make_manager(LAZY_NATIVE), marked_chunks() * 2
     for _ in range(5):
         assert is_right(manager, SCHEDULES[name], chunks)
     assert manager.report.total.num_groups_moved > 0
@@ -580,29 +557,6 @@ def test_the_flag_is_set_in_tracked_regions_alone_and_is_what_it_was_afterwards(
         assert flag.is_set is was
     assert seen >= {(True, False), (True, True)}
     assert manager.engine.regions.entered == []
-
-
-class Stop(Exception):
-    pass
-
-
-def test_an_exception_in_a_region_leaves_no_hooks() -> None:
-    manager, chunks = make_manager(LAZY_NATIVE), marked_chunks()
-    schedule = SCHEDULES["accumulation"]
-    for _ in range(4):
-        assert is_right(manager, schedule, chunks)
-
-    def stop(*_: Any) -> None:
-        raise Stop
-
-    failing = chunks[0].layers[2].register_forward_pre_hook(stop)
-    with pytest.raises(Stop):
-        run_schedule(chunks, schedule, manager)
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert manager.engine.regions.entered == []
-    failing.remove()
-    for _ in range(2):
-        assert is_right(manager, schedule, chunks)
 
 
 def test_nothing_moves_under_the_hooks_of_others() -> None:

@@ -258,9 +258,6 @@ FAULTS = {
     "a compiler for other machines": Fault(
         "compiler cannot be run [(]Exec format error[)]", COMPILER, not_runnable(b"\x7fELF\0")
     ),
-    "a compiler without its interpreter": Fault(
-        "compiler cannot be run [(]No such file", COMPILER, not_runnable(b"#!/no/such\n")
-    ),
     "a compiler that cannot be read": Fault(
         "c[+][+] cannot be run [(]Permission denied[)]",
         COMPILER,
@@ -305,28 +302,15 @@ FAULTS = {
         compiler(f"head -c 4000 {sys.executable} > $out"),
     ),
     "a folder that is a file": Fault("cannot be kept", FOLDER, a_file_for_a_folder),
-    "a folder that cannot be made": Fault(
-        "cannot be kept", FOLDER, variable("XDG_CACHE_HOME", "/proc/none")
-    ),
     "a folder that cannot be written": Fault(
         "cannot be kept [(].*Permission denied",
         FOLDER,
         raising(Path, "mkdir", PermissionError(13, "Permission denied")),
     ),
-    "a read-only file system": Fault(
-        "cannot be kept [(].*Read-only",
-        FOLDER,
-        raising(Path, "mkdir", OSError(30, "Read-only file system")),
-    ),
     "a full disk": Fault(
         "cannot be kept [(].*No space left",
         FOLDER,
         raising(build.tempfile, "TemporaryDirectory", OSError(28, "No space left on device")),
-    ),
-    "no locks": Fault(
-        "cannot be kept [(].*No locks available",
-        FOLDER,
-        raising(build.fcntl, "flock", OSError(37, "No locks available")),
     ),
     "a folder in place of the file": Fault("cannot be kept", FOLDER, a_folder_for_the_file),
     "no home": Fault(
