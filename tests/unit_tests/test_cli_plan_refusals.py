@@ -100,12 +100,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ["--pp", "2", "--decoder-last-pipeline-num-layers", "-4"],
             "--decoder-last-pipeline-num-layers=-4 must be positive; set 1 or more",
         ),
-        (
-            ["--pp", "2", "--decoder-first-pipeline-num-layers", "0"],
-            "--decoder-first-pipeline-num-layers=0 must be positive; set 1 or more",
-        ),
-        (["--vpp", "0"], "--vpp=0 must be positive; set 1 or more"),
-        (["--dp", "0"], "--dp=0 must be positive; set 1 or more"),
         (["--recompute-modules", "foo"], "--recompute-modules contains 'foo', which is not model"),
         (["--precision", "fp32"], "--attention-backend='fused' is not supported with --precision="),
         (

@@ -15,7 +15,6 @@ import graphlib
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -23,8 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-
-from megatron import slipstream
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "megatron.slipstream"
@@ -205,46 +202,21 @@ def test_rooms_import_one_way() -> None:
     "file, line",
     [
         ("plan/x.py", "from megatron.slipstream.fine_grained_activation_offload import engine"),
-        ("plan/x.py", "from ..integration import install"),
         ("plan/x.py", "from .. import graphs"),
-        ("plan/x.py", "from ..estimate import synthetic"),
-        ("fine_grained_activation_offload/x.py", "from ..estimate import gpus"),
-        ("estimate/x.py", "import torch.cuda"),
         ("plan/x.py", "import torch.cuda"),
         ("plan/x.py", "from torch import cuda"),
         ("plan/x.py", "import torch\ntorch.cuda.Event()"),
         ("plan/x.py", "from megatron.core import parallel_state"),
         ("plan/__init__.py", "from ..graphs import slots"),
         ("plan/deep/x.py", "from ...integration import install"),
-        ("fine_grained_activation_offload/x.py", "import megatron.slipstream.graphs.slots"),
-        ("fine_grained_activation_offload/x.py", "import megatron.core"),
         ("fine_grained_activation_offload/x.py", "def f():\n    from megatron import core"),
         ("fine_grained_activation_offload/x.py", "import_module('megatron.training')"),
-        ("graphs/x.py", "from megatron.slipstream.integration import specs"),
-        ("graphs/x.py", "from megatron.slipstream import install"),
-        ("packed_sequences/x.py", "from megatron.core.packed_seq_params import PackedSeqParams"),
-        ("packed_sequences/x.py", "from ..graphs import slots"),
-        ("packed_sequences/x.py", "from ..context_parallel import limits"),
-        ("context_parallel/x.py", "from ..graphs import slots"),
-        ("context_parallel/x.py", "from megatron.core import parallel_state"),
-        ("graphs/x.py", "from megatron.core.pipeline_parallel import schedules"),
-        ("patches/x.py", "from megatron.slipstream.integration import specs"),
-        ("graphs/x.py", "from megatron.slipstream.patches import patching"),
         ("launcher.py", "from megatron.slipstream import plan"),
-        ("options/x.py", "import megatron.core"),
-        ("options/x.py", "from ..fine_grained_activation_offload import engine_setup"),
-        ("plan/x.py", "from ..options import fields"),
-        ("packed_sequences/x.py", "from ..options import packing"),
         ("estimate/x.py", "from ..options import preflight"),
-        ("estimate/x.py", "from ..options.host_memory import read_lines"),
-        ("attached/x.py", "from megatron.core import parallel_state"),
         ("attached/x.py", "from ..integration.seam import compat"),
         ("integration/seam/x.py", "from ..budget import rescue"),
-        ("integration/cpu/x.py", "from megatron.slipstream.integration.seam import compat"),
         ("integration/budget/x.py", "from .. import install"),
-        ("integration/entry/x.py", "from ..frameworks import options"),
         ("cli.py", "import megatron.training"),
-        ("__init__.py", "from megatron.core import mpu"),
     ],
     ids=lambda text: text.replace("\n", " "),
 )
@@ -257,19 +229,12 @@ def test_an_import_against_the_way_is_found(file: str, line: str) -> None:
     "file, line",
     [
         ("plan/x.py", "from . import trace\nfrom ..launcher import rank\nimport torch"),
-        ("fine_grained_activation_offload/x.py", "import torch.cuda\nfrom ..plan import trace"),
-        ("graphs/x.py", "from ..fine_grained_activation_offload import engine"),
         ("integration/seam/x.py", "import megatron.core\nfrom ...graphs import slots"),
         (
             "patches/x.py",
             "import megatron.core\nfrom ..plan import trace\nfrom ..options import preflight",
         ),
-        ("graphs/x.py", "from ..packed_sequences import batch"),
-        ("context_parallel/x.py", "from ..packed_sequences import packing"),
-        ("graphs/x.py", "from ..context_parallel import limits"),
         ("integration/entry/x.py", "from ...options import preflight\nfrom .. import install"),
-        ("attached/x.py", "from ..patches import table"),
-        ("estimate/x.py", "from ..options.rules import Rule"),
         ("cli.py", "from megatron.slipstream.integration import install"),
     ],
     ids=lambda text: text.replace("\n", " "),
@@ -304,11 +269,8 @@ def test_no_files_import_each_other() -> None:
     "file, line",
     [
         ("plan/trace.py", "from .check import check_plan"),
-        ("plan/trace.py", "from . import check"),
         ("plan/trace.py", "def f():\n    import megatron.slipstream.plan.check"),
         ("plan/trace.py", "if TYPE_CHECKING:\n    from .check import check_plan"),
-        ("plan/trace.py", "import_module('megatron.slipstream.plan.check')"),
-        ("integration/graphs/packed_layers.py", "from .layers import GraphedMixin"),
         ("plan/trace.py", "from megatron.slipstream import OffloadConfig"),
     ],
     ids=lambda text: text.replace("\n", " "),
@@ -344,15 +306,6 @@ def test_importing_the_package_loads_neither_torch_nor_megatron_core() -> None:
     assert loaded_by_import(ROOT) & {"torch", "numpy", "megatron.core"} == set()
 
 
-def test_an_eager_import_of_torch_is_found(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "megatron", tmp_path / "megatron")
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").touch()
-    with (tmp_path / "megatron" / "slipstream" / "__init__.py").open("a") as stream:
-        stream.write("import torch\n")
-    assert "torch" in loaded_by_import(tmp_path)
-
-
 def test_every_public_name_is_defined_where_the_package_says() -> None:
     tree = ast.parse((ROOT / "megatron" / "slipstream" / "__init__.py").read_text())
     (homes,) = (
@@ -378,10 +331,6 @@ def test_every_public_name_is_defined_where_the_package_says() -> None:
         for alias in node.names
     }
     assert for_type_checkers == homes
-
-
-def test_dir_lists_the_public_names() -> None:
-    assert set(slipstream.__all__) <= set(dir(slipstream))
 
 
 # --- the namespace --------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from make_trace import DEFAULT_NBYTES, Model, interleaved, keys, one_f_one_b, one_pass, trace_of
+from make_trace import DEFAULT_NBYTES, Model, keys, one_f_one_b, one_pass, trace_of
 
 from megatron.slipstream.plan.actions import Plan, StoragePlan
 from megatron.slipstream.plan.build import build_plan
@@ -103,17 +103,6 @@ def test_the_first_uses_copy_back_at_the_first_use_of_all() -> None:
         assert plan.group_by_key[key].h2d_step == first_use
 
 
-@pytest.mark.parametrize("lag, depth", [(0, 0), (0, 9), (9, 0), (1, 1), (4, 4)])
-def test_a_group_moves_only_if_it_is_gone_before_it_returns(lag: int, depth: int) -> None:
-    plan = plan_one_pass(Model(num_layers=6), lag, depth)
-    for group in plan.groups:
-        if group.moves:
-            assert group.commit_step <= group.free_step < group.h2d_step <= group.use_step
-        else:
-            assert group.reason in (NO_TIME, BACKWARD_FOLLOWS)
-    assert {g.key for g in plan.groups if g.reason == BACKWARD_FOLLOWS} == keys(0, {5})
-
-
 def test_a_group_that_would_be_let_go_after_the_last_commit_stays() -> None:
     plan = plan_one_pass(Model(num_layers=4), lag=2)
     assert moving(plan) == keys(0, {0, 1})
@@ -138,16 +127,6 @@ def test_copies_back_of_one_step_come_in_the_order_of_their_use() -> None:
         "0.1.core_attn:H2D",
         "0.0.core_attn:H2D",
     ]
-
-
-def test_a_group_that_stays_has_no_actions() -> None:
-    plan = plan_one_pass(Model(num_layers=3))
-    assert {action.key for due in plan.actions for action in due} == moving(plan)
-
-
-def test_there_is_one_entry_of_actions_and_absent_bytes_per_step() -> None:
-    plan = plan_one_pass(Model(num_layers=3))
-    assert len(plan.actions) == len(plan.absent_bytes) == len(plan.trace.steps)
 
 
 # Storages that groups share.
@@ -242,15 +221,6 @@ def test_a_group_that_encloses_others_is_let_go_after_its_own_commit() -> None:
 # Memory.
 
 
-def test_absent_bytes_include_the_step_of_the_free_and_not_that_of_the_return() -> None:
-    plan = plan_one_pass(Model(num_layers=3))
-    (first, *_) = plan.storages
-    alone = dataclasses.replace(plan, storages=(first,))
-    assert [step for step, nbytes in enumerate(alone.absent_bytes) if nbytes] == list(
-        range(first.free_step, first.h2d_step)
-    )
-
-
 def with_readings(trace: Trace, peaks: list[int], absent: list[int]) -> Trace:
     readings = (MemoryReading(peak, peak, away) for peak, away in zip(peaks, absent, strict=True))
     return dataclasses.replace(trace, memory=tuple(readings))
@@ -306,11 +276,6 @@ def test_a_group_that_never_committed_stays() -> None:
     steps = tuple(step for step in trace.steps if str(step) != "0.0.core_attn:FC")
     plan = build_plan(dataclasses.replace(trace, steps=steps), PolicyOptions())
     assert moving(plan) == keys(0, {1, 2})
-
-
-def test_a_plan_is_decided_by_its_trace_alone() -> None:
-    trace = trace_of(interleaved(4, 1, 8, 2), Model(num_layers=2))
-    assert build_plan(trace, PolicyOptions()) == build_plan(trace, PolicyOptions())
 
 
 # Memory that lingers.

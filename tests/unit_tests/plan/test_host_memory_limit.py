@@ -20,7 +20,6 @@ from megatron.slipstream.plan.candidates import (
 )
 from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.host_layout import size_class_bytes
-from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.trace import GroupKey, Trace, bytes_by_step
 
 BUFFER = 8192
@@ -42,12 +41,6 @@ def moving(plan: Plan) -> set[GroupKey]:
 
 EIGHT_LAYERS = one_pass(Model(num_layers=8, nbytes=SIZES))
 """Seven groups move, and all of them are on the host when forward ends."""
-
-
-def test_without_a_limit_none_is_kept_for_it() -> None:
-    free = plan(EIGHT_LAYERS, None)
-    assert free.num_kept_for_host_memory == 0
-    assert free.needed_host_bytes == free.peak_host_bytes == 7 * BUFFER
 
 
 def test_a_limit_that_suffices_changes_nothing_but_itself() -> None:
@@ -138,12 +131,7 @@ def test_what_other_policies_keep_needs_no_host_memory() -> None:
     assert kept(limited) == set()
 
 
-def test_the_reason_is_shown_with_the_plan() -> None:
-    drawn = render_plan(plan(EIGHT_LAYERS, 3 * BUFFER))
-    assert drawn.count("stays: offload_host_memory_limit_bytes keeps it") == 4
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     pipeline=st.sampled_from([(pp, rank) for pp in (1, 2, 4) for rank in range(pp)]),
     vp_size=st.integers(1, 3),

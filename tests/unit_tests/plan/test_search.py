@@ -127,14 +127,7 @@ def test_a_target_that_cannot_be_met_says_by_how_much_it_is_missed() -> None:
     assert note in render_plan(plan)
 
 
-def test_a_target_that_the_link_is_too_slow_for_is_met_at_a_cost() -> None:
-    plan = for_memory(layers(8, gb_per_s=0.3), OTHER_BYTES + 4 * MB)
-    assert peak(plan) <= OTHER_BYTES + 4 * MB
-    assert plan.bound is not None
-    assert 0 < plan.bound.lower <= simulate(plan).stall_ms == pytest.approx(plan.bound.reached)
-
-
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_target_moves_no_group_that_could_stay(seed: int) -> None:
     draw = random.Random(seed)
     nbytes = {f"own {g}": int(MB * draw.choice([0.2, 0.5, 1, 2, 4])) for g in range(9)}

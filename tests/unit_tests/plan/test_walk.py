@@ -26,7 +26,6 @@ from megatron.slipstream.plan.trace import (
     Bandwidth,
     GroupKey,
     GroupTrace,
-    MemoryReading,
     Step,
     StepKind,
     StorageTrace,
@@ -320,14 +319,6 @@ def test_stalls_by_module_and_overhead() -> None:
     simulation = run(d2h=0.2)
     assert simulation.stall_ms_by_module == {"core_attn": 6.0}
     assert simulation.overhead_percent == pytest.approx(100 * 6 / 9)
-
-
-def test_the_device_peak_is_that_of_the_plan() -> None:
-    assert run().peak_bytes is None
-    memory = tuple(MemoryReading(5 * MB, 10 * MB + step, 0) for step in range(9))
-    plan = replace(THREE_LAYERS, trace=replace(THREE_LAYERS.trace, memory=memory))
-    simulation = run(plan)
-    assert simulation.peak_bytes == plan.peak_bytes() == (10 * MB + 8, 10 * MB + 8)
 
 
 def test_ten_thousand_steps_take_a_fraction_of_a_second() -> None:

@@ -118,7 +118,7 @@ WRONG = {
     ),
     "no trace": (
         ["--trace", "report.json", "--html", "page.html"],
-        "report.json holds a 'slipstream-report', not a slipstream-trace",
+        "report.json holds a 'slipstream-report', not a slipstream-trace; give a file",
     ),
 }
 
@@ -177,13 +177,6 @@ def test_a_trace_does_not_say_which_of_several_ranks_it_is_of(
     trace, page = folder / "trace.json", folder / "page.html"
     assert run(folder / "both.json", "--trace", trace, "--html", page) == 2
     assert "belongs to a report of 2 ranks" in capsys.readouterr().err
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run("--help")
-    shown = capsys.readouterr().out
-    assert "slipstream report report*.json --trace trace*.json --html report.html" in shown
 
 
 def test_a_page_needs_neither_torch_nor_megatron(folder: Path) -> None:
