@@ -108,80 +108,38 @@ def _as_with_transformer_engine(args: Any) -> Iterator[dict[str, Any]]:
         yield fused
 
 
-_unsupported = rules.Condition("with a plan from flags", rules.always)
-_NOT_MODELLED = """
-    heterogeneous_layers_config_path experimental_attention_variant attention_output_gate
-        qk_l2_norm fp32_residual_connection cpu_offloading moe_expert_capacity_factor
-        moe_latent_size moe_apply_probs_on_input use_transformer_engine_op_fuser
-        use_te_activation_func activation_func_fp8_input_store overlap_moe_expert_parallel_comm
-        delay_wgrad_compute defer_embedding_wgrad_compute moe_paged_stash
-        moe_expert_rank_capacity_factor fused_residual_rmsnorm use_grouped_gemm_for_dense_mlp
-        use_grouped_gemm_for_shared_expert use_kitchen_attention hybrid_context_parallel
-        logits_load_dir perform_rl_step heterogeneous_layers_config_encoded_json
-        use_fused_weighted_squared_relu overlap_dispatch_backward_with_experts_wgrad
-        distribute_saved_activations: what its layers save is not modelled
-"""
-"""Options that change what layers save."""
-
-
-def _not_modelled(option: str, accepts: rules.Accepted = None) -> rules.Rule:
-    return _unsupported(option, "what its layers save is not modelled", accepts=accepts)
-
-
 def _is_at_most_1(option: str) -> rules.Predicate:
     return lambda facts: (getattr(facts, option) or 1) <= 1
 
 
-STATE_RULES = rules.Condition("with a plan from flags", lambda f: f.state_gib is None).rows(
-    """
-    use_megatron_fsdp use_torch_fsdp2 fp4_param_gather freeze_all_layers optimizer fp8_param_gather
-        num_distributed_optimizer_instances gtp_weight_remat_size expert_gtp_weight_remat_size:
-        state is planned as 16-bit weights, their gradients and Adam's state;
-        set --state-gib to the GiB of weights, gradients and optimizer on a rank
-    """,
-    optimizer=rules.is_one_of("optimizer", ("adam",)),
-    fp8_param_gather=lambda f: not f.fp8_param_gather or f.fp8_recipe == "mxfp8",
-    num_distributed_optimizer_instances=_is_at_most_1("num_distributed_optimizer_instances"),
-    gtp_weight_remat_size=_is_at_most_1("gtp_weight_remat_size"),
-    expert_gtp_weight_remat_size=_is_at_most_1("expert_gtp_weight_remat_size"),
-)
-"""Restrictions of the state that is derived from the parameters."""
-
-
 PLAN_RULES: tuple[rules.Rule, ...] = (
-    *_unsupported.rows(
+    *rules.Condition("with a plan from flags", rules.always).rows(
         """
         hybrid_layer_pattern: what D (sparse attention) saves is not modelled; plan a recorded
             iteration of the model (offload_trace_path) instead, or a pattern of + for D
         use_mamba_mem_eff_path: what Mamba saves on its other path is not modelled;
             leave --disable-mamba-mem-eff-path out
         deterministic_mode: what a gated delta net saves without its kernels is not modelled
-        """,
-        hybrid_layer_pattern=lambda f: not has_layers(f, "D"),
-        use_mamba_mem_eff_path=lambda f: (
-            f.use_mamba_mem_eff_path is not False or not has_layers(f, "M")
-        ),
-        deterministic_mode=lambda f: not f.deterministic_mode or not has_layers(f, "G"),
-    ),
-    _not_modelled("fp8_recipe", lambda f: not f.fp8 or f.fp8_recipe in QUANTIZED_BYTES),
-    _not_modelled("fp8_dot_product_attention"),
-    _unsupported(
-        "fp4",
-        "what Transformer Engine keeps of a quantised tensor depends on recipe and GPU and has not "
-        "been measured",
-        "leave it out for sizes in 16 bits, an upper limit, or plan a recorded trace",
-    ),
-    _not_modelled("mtp_num_layers", lambda f: not f.mtp_num_layers or has_layers(f, "/")),
-    *_unsupported.rows(_NOT_MODELLED),
-    *_unsupported.rows(
-        """
+        fp4: what Transformer Engine keeps of a quantised tensor depends on recipe and GPU and has
+            not been measured;
+            leave it out for sizes in 16 bits, an upper limit, or plan a recorded trace
+        fp8_recipe fp8_dot_product_attention mtp_num_layers heterogeneous_layers_config_path
+            experimental_attention_variant attention_output_gate qk_l2_norm fp32_residual_connection
+            cpu_offloading moe_expert_capacity_factor moe_latent_size moe_apply_probs_on_input
+            use_transformer_engine_op_fuser use_te_activation_func activation_func_fp8_input_store
+            overlap_moe_expert_parallel_comm delay_wgrad_compute defer_embedding_wgrad_compute
+            moe_paged_stash moe_expert_rank_capacity_factor fused_residual_rmsnorm
+            use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_kitchen_attention
+            hybrid_context_parallel logits_load_dir perform_rl_step mlp_chunks_for_training
+            heterogeneous_layers_config_encoded_json use_fused_weighted_squared_relu
+            overlap_dispatch_backward_with_experts_wgrad distribute_saved_activations:
+            what its layers save is not modelled
         offload_checkpoint_inputs: inputs that checkpoints of modules keep are not modelled;
             leave it out, or set recompute_granularity=full
         activation_memory_budget: training chooses from what it measures;
             leave it out; --frontier of 'slipstream plan' shows what budgets give
         offload_engine in slipstream: megatron-core's engine follows no plan;
             set offload_engine=slipstream
-        mlp_chunks_for_training: what its layers save is not modelled
         loss_sequence_tiles in 1, None, auto:
             only tiles whose length follows from shapes are modelled; set loss_sequence_tiles=auto
         mlp_sequence_tiles in 1, None, auto:
@@ -195,6 +153,13 @@ PLAN_RULES: tuple[rules.Rule, ...] = (
         moe_token_dispatcher_type: the tokens that it gathers are not modelled;
             set --moe-token-dispatcher-type alltoall
         """,
+        hybrid_layer_pattern=lambda f: not has_layers(f, "D"),
+        use_mamba_mem_eff_path=lambda f: (
+            f.use_mamba_mem_eff_path is not False or not has_layers(f, "M")
+        ),
+        deterministic_mode=lambda f: not f.deterministic_mode or not has_layers(f, "G"),
+        fp8_recipe=lambda f: not f.fp8 or f.fp8_recipe in QUANTIZED_BYTES,
+        mtp_num_layers=lambda f: not f.mtp_num_layers or has_layers(f, "/"),
         offload_checkpoint_inputs=lambda f: (
             not f.offload_checkpoint_inputs or f.recompute_granularity == "full"
         ),
@@ -207,7 +172,20 @@ PLAN_RULES: tuple[rules.Rule, ...] = (
             or f.expert_model_parallel_size == f.tensor_model_parallel_size == 1
         ),
     ),
-    *STATE_RULES,
+    *rules.Condition("with a plan from flags", lambda f: f.state_gib is None).rows(
+        """
+        use_megatron_fsdp use_torch_fsdp2 fp4_param_gather freeze_all_layers optimizer
+            fp8_param_gather num_distributed_optimizer_instances gtp_weight_remat_size
+            expert_gtp_weight_remat_size:
+            state is planned as 16-bit weights, their gradients and Adam's state;
+            set --state-gib to the GiB of weights, gradients and optimizer on a rank
+        """,
+        optimizer=rules.is_one_of("optimizer", ("adam",)),
+        fp8_param_gather=lambda f: not f.fp8_param_gather or f.fp8_recipe == "mxfp8",
+        num_distributed_optimizer_instances=_is_at_most_1("num_distributed_optimizer_instances"),
+        gtp_weight_remat_size=_is_at_most_1("gtp_weight_remat_size"),
+        expert_gtp_weight_remat_size=_is_at_most_1("expert_gtp_weight_remat_size"),
+    ),
     rules.option_rule(
         "vocab_size",
         rules.always,
