@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Literal, NamedTuple, Optional, get_args
 
 from megatron.slipstream.estimate.model_parts import (
-    ATTENTION_BACKENDS,
     BYTES_OF,
     MAX_LAYERS,
     MAX_SIZE,
@@ -28,7 +27,7 @@ from megatron.slipstream.estimate.model_parts import (
     Parallelism,
     Precision,
 )
-from megatron.slipstream.plan.settings import NOTHING, WHOLE, WHOLE_LAYER, Assignment, LayerSetting
+from megatron.slipstream.plan.settings import NOTHING, WHOLE_LAYER, Assignment, LayerSetting
 from megatron.slipstream.plan.tiles import CrossEntropy
 
 
@@ -253,18 +252,40 @@ def has_feed_forward(kind: LayerKind) -> bool:
 
 
 def _problems(shape: ModelShape) -> Iterator[str]:
-    """Yield what no model has, each with its cure; later ones assume that none came before."""
-    yield from _wrong_sizes(shape)
-    yield from _wrong_choices(shape)
+    """Yield what no model has, each with its cure; later ones assume that none came before.
+
+    Other choices are checked where they are read.
+    """
+    for name, size in _sizes(shape):
+        limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
+        if size is not None and size < 1:
+            yield f"{name}={size} must be positive; set 1 or more"
+        if size is not None and size > limit:
+            yield f"{name}={size} is too large to plan; set {limit} or less"
     yield from _wrong_settings(shape)
-    yield from _indivisible(shape)
-    if shape.experts is not None:
-        yield from _wrong_routing(shape.experts)
+    par, exchanges = shape.parallelism, get_args(ContextParallelism)
+    if par.cp_comm_type not in exchanges:
+        given = f"cp_comm_type={par.cp_comm_type!r}"
+        yield f"{given} is not modelled; set one of {', '.join(exchanges)}"
+    for name, value, by, divisor in _shares(shape):
+        if value % divisor:
+            cure = _cure(name, value, by, divisor)
+            yield f"{name}={value} is not a multiple of {by}={divisor}; {cure}"
+    if max(shape.query_groups, par.tp) % min(shape.query_groups, par.tp):
+        yield (
+            f"num_query_groups={shape.query_groups} and tensor_model_parallel_size={par.tp} "
+            "must divide one another; change one of them"
+        )
     yield from _wrong_layers(shape)
-
-
-def _conflict(what: str, other: str, why: str, cure: str) -> str:
-    return f"{what} is not supported with {other} because {why}; {cure}"
+    for is_wrong, what, other, why, cure in _conflicts(shape):
+        if is_wrong:
+            yield f"{what} is not supported with {other} because {why}; {cure}"
+    if not shape.layers_per_chunk and shape.num_layers % (par.pp * (par.vpp or 1)):
+        yield (
+            f"num_layers={shape.num_layers} cannot be divided evenly among "
+            f"pipeline_model_parallel_size={par.pp} times {par.vpp or 1} chunks; set "
+            "decoder_first_pipeline_num_layers or decoder_last_pipeline_num_layers"
+        )
 
 
 def _sizes(shape: ModelShape) -> Iterator[tuple[str, Optional[int]]]:
@@ -292,74 +313,67 @@ def _sizes(shape: ModelShape) -> Iterator[tuple[str, Optional[int]]]:
         yield "moe_router_group_topk", experts.group_topk
 
 
-def _wrong_sizes(shape: ModelShape) -> Iterator[str]:
-    for name, value in _sizes(shape):
-        limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
-        if value is not None and value < 1:
-            yield f"{name}={value} must be positive; set 1 or more"
-        if value is not None and value > limit:
-            yield f"{name}={value} is too large to plan; set {limit} or less"
-
-
-def _wrong_choices(shape: ModelShape) -> Iterator[str]:
-    for name, value, choices in (
-        ("precision", shape.precision, tuple(BYTES_OF)),
-        ("attention_backend", shape.attention_backend, ATTENTION_BACKENDS),
-        ("fp8_recipe", shape.fp8_recipe or "mxfp8", tuple(QUANTIZED_BYTES)),
-        ("cross_entropy_fusion_impl", shape.cross_entropy, get_args(CrossEntropy)),
-        ("cp_comm_type", shape.parallelism.cp_comm_type, get_args(ContextParallelism)),
-    ):
-        if value not in choices:
-            yield f"{name}={value!r} is not modelled; set one of {', '.join(choices)}"
-    backend, cp = shape.attention_backend, f"context_parallel_size={shape.parallelism.cp}"
-    given = f"attention_backend={backend!r}"
-    if backend in ("local", "unfused") and shape.parallelism.cp > 1:
-        why = "only Transformer Engine's fused kernels are divided"
-        yield _conflict(cp, given, why, "set 'fused' or 'flash'")
-    if backend in ("fused", "flash") and shape.precision == "fp32":
-        why = "its kernels have 16-bit inputs"
-        yield _conflict(given, "precision='fp32'", why, "set 'unfused' or 'local'")
+def _conflicts(shape: ModelShape) -> list[tuple[bool, str, str, str, str]]:
+    """Return whether two options exclude each other, the options, why, and the cure."""
+    par, backend = shape.parallelism, f"attention_backend={shape.attention_backend!r}"
+    is_fused = shape.attention_backend in ("fused", "flash")
+    found = [
+        (par.cp > 1 and not is_fused, f"context_parallel_size={par.cp}", backend,
+         "only Transformer Engine's fused kernels are divided", "set 'fused' or 'flash'"),
+        (is_fused and shape.precision == "fp32", backend, "precision='fp32'",
+         "its kernels have 16-bit inputs", "set 'unfused' or 'local'"),
+        (shape.layers_per_checkpoint > 1 and shape.num_further_tokens > 0,
+         f"recompute_num_layers={shape.layers_per_checkpoint}",
+         f"mtp_num_layers={shape.num_further_tokens}",
+         "megatron-core checkpoints each prediction alone", "set 1"),
+        (par.vpp is not None and par.pp == 1, f"virtual_pipeline_model_parallel_size={par.vpp}",
+         "pipeline_model_parallel_size=1", "only the chunks of several stages can be interleaved",
+         "leave it out"),
+    ]  # fmt: skip
+    if (experts := shape.experts) is None:
+        return found
+    num_groups = experts.num_groups or 1
+    group_topk = experts.group_topk or num_groups
+    eligible = group_topk * (experts.num_experts // num_groups)
+    topk, count = f"moe_router_topk={experts.topk}", f"num_experts={experts.num_experts}"
+    chosen, groups = f"moe_router_group_topk={group_topk}", f"moe_router_num_groups={num_groups}"
+    return [
+        *found,
+        (par.tp > 1 and not par.sequence_parallel, f"tensor_model_parallel_size={par.tp}",
+         "experts without sequence_parallel", "megatron-core requires it", "set sequence_parallel"),
+        (experts.topk > experts.num_experts, topk, count,
+         "a token is sent to an expert at most once", "change one of them"),
+        (group_topk > num_groups, chosen, groups,
+         "a group is chosen at most once", "change one of them"),
+        (experts.topk > eligible, topk, chosen,
+         f"these groups have {eligible} experts ({count} in {groups})", "change one of them"),
+    ]  # fmt: skip
 
 
 def _wrong_settings(shape: ModelShape) -> Iterator[str]:
-    recomputed = shape.recompute_modules.union(*shape.layer_settings)
-    for name in sorted(recomputed - {WHOLE_LAYER, *RECOMPUTE_MODULES}):
+    for name in sorted(shape.recompute_modules - {WHOLE_LAYER, *RECOMPUTE_MODULES}):
         yield (
             f"recompute_modules contains {name!r}, which is not modelled; "
             f"set some of {', '.join(RECOMPUTE_MODULES)}"
         )
-    if "mla_up_proj" in recomputed and shape.latent_attention is None:
+    if "mla_up_proj" in shape.recompute_modules and shape.latent_attention is None:
         yield (
             "recompute_modules contains 'mla_up_proj', but the model has no multi-latent "
             "attention; remove it"
         )
-    if any(setting > WHOLE for setting in (shape.recompute_modules, *shape.layer_settings)):
-        yield f"{WHOLE_LAYER!r} is recomputed beside other modules; leave them out"
-    several = f"recompute_num_layers={shape.layers_per_checkpoint}"
-    if shape.layers_per_checkpoint > 1 and shape.layer_settings:
-        why = "one checkpoint holds layers of one setting"
-        yield _conflict(several, "layer_settings", why, "set 1")
-    if shape.layers_per_checkpoint > 1 and shape.num_further_tokens:
-        why = "megatron-core checkpoints each prediction alone"
-        yield _conflict(several, f"mtp_num_layers={shape.num_further_tokens}", why, "set 1")
-    if len(shape.layer_settings) not in (0, shape.num_layers):
+
+
+def _wrong_layers(shape: ModelShape) -> Iterator[str]:
+    if shape.layer_kinds and len(shape.layer_kinds) != shape.num_layers:
+        # A hybrid_layer_pattern gives num_layers, too.
         yield (
-            f"layer_settings has {len(shape.layer_settings)} entries, but "
+            f"moe_layer_freq has {len(shape.layer_kinds)} entries, but "
             f"num_layers={shape.num_layers}; give one entry per layer"
         )
-
-
-def _indivisible(shape: ModelShape) -> Iterator[str]:
-    par = shape.parallelism
-    for name, value, by, divisor in _shares(shape):
-        if value % divisor:
-            cure = _cure(name, value, by, divisor)
-            yield f"{name}={value} is not a multiple of {by}={divisor}; {cure}"
-    if max(shape.query_groups, par.tp) % min(shape.query_groups, par.tp):
-        yield (
-            f"num_query_groups={shape.query_groups} and tensor_model_parallel_size={par.tp} "
-            "must divide one another; change one of them"
-        )
+    has_pattern = not {*shape.layer_kinds} <= {"*E", "*-"}
+    given = "hybrid_layer_pattern" if has_pattern else "moe_layer_freq"
+    if shape.experts is None and any("E" in kind for kind in shape.layer_kinds):
+        yield f"{given} names layers with experts, but num_experts is not set; set it"
 
 
 def _cure(name: str, value: int, by: str, divisor: int) -> str:
@@ -406,59 +420,3 @@ def _shares(shape: ModelShape) -> Iterator[tuple[str, int, str, int]]:
     yield "num_experts", experts.num_experts, "moe_router_num_groups", experts.num_groups or 1
     yield "moe_ffn_hidden_size", experts.ffn_hidden_size, "expert_tensor_parallel_size", par.etp
     yield "moe_shared_expert_intermediate_size", shared, tensor, par.tp
-
-
-def _wrong_routing(experts: Experts) -> Iterator[str]:
-    count, topk, cure = experts.num_experts, experts.topk, "change one of them"
-    if topk > count:
-        why = "a token is sent to an expert at most once"
-        yield _conflict(f"moe_router_topk={topk}", f"num_experts={count}", why, cure)
-    if experts.num_groups is None or experts.group_topk is None:
-        return
-    chosen, groups = f"moe_router_group_topk={experts.group_topk}", experts.num_groups
-    if experts.group_topk > groups:
-        why = "a group is chosen at most once"
-        yield _conflict(chosen, f"moe_router_num_groups={groups}", why, cure)
-    eligible = experts.group_topk * (count // groups)
-    if topk > eligible:
-        of = f"num_experts={count} in moe_router_num_groups={groups}"
-        why = f"these groups have {eligible} experts ({of})"
-        yield _conflict(f"moe_router_topk={topk}", chosen, why, cure)
-
-
-def _wrong_layers(shape: ModelShape) -> Iterator[str]:
-    par = shape.parallelism
-    if shape.layer_kinds and len(shape.layer_kinds) != shape.num_layers:
-        # A hybrid_layer_pattern gives num_layers, too.
-        yield (
-            f"moe_layer_freq has {len(shape.layer_kinds)} entries, but "
-            f"num_layers={shape.num_layers}; give one entry per layer"
-        )
-    has_pattern = not {*shape.layer_kinds} <= {"*E", "*-"}
-    given = "hybrid_layer_pattern" if has_pattern else "moe_layer_freq"
-    if shape.experts is None and any("E" in kind for kind in shape.layer_kinds):
-        yield f"{given} names layers with experts, but num_experts is not set; set it"
-    if shape.experts is not None and par.tp > 1 and not par.sequence_parallel:
-        given, other = f"tensor_model_parallel_size={par.tp}", "experts without sequence_parallel"
-        yield _conflict(given, other, "megatron-core requires it", "set sequence_parallel")
-    if par.vpp is not None and par.pp == 1:
-        given = f"virtual_pipeline_model_parallel_size={par.vpp}"
-        why = "only the chunks of several stages can be interleaved"
-        yield _conflict(given, "pipeline_model_parallel_size=1", why, "leave it out")
-    num_stages = par.vpp or 1
-    if not shape.layers_per_chunk:
-        if shape.num_layers % (par.pp * num_stages):
-            yield (
-                f"num_layers={shape.num_layers} cannot be divided evenly among "
-                f"pipeline_model_parallel_size={par.pp} times {num_stages} chunks; set "
-                "decoder_first_pipeline_num_layers or decoder_last_pipeline_num_layers"
-            )
-        return
-    if min(map(min, shape.layers_per_chunk)) < 0:
-        yield f"layers_per_chunk={shape.layers_per_chunk} is negative; set 0 or more layers"
-    is_table = [len(stages) for stages in shape.layers_per_chunk] == [num_stages] * par.pp
-    if not is_table or sum(map(sum, shape.layers_per_chunk)) != shape.num_layers:
-        yield (
-            f"layers_per_chunk={shape.layers_per_chunk} does not give {par.pp} ranks with "
-            f"{num_stages} chunks and {shape.num_layers} layers in all; give one count for each"
-        )
