@@ -28,8 +28,13 @@ from megatron.slipstream.estimate.file_errors import (
     require_writable,
     writing,
 )
-from megatron.slipstream.estimate.frontier import Frontier, sweep, sweep_budgets
-from megatron.slipstream.estimate.frontier_picture import frontier_png, require_matplotlib
+from megatron.slipstream.estimate.frontier import (
+    Frontier,
+    frontier_png,
+    require_matplotlib,
+    sweep,
+    sweep_budgets,
+)
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_parts import MAX_SIZE
 from megatron.slipstream.estimate.shape_tables import (

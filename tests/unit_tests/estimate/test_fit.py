@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.slipstream.estimate.fit import Finder, _largest
-from megatron.slipstream.estimate.frontier import sweep_budgets
-from megatron.slipstream.estimate.frontier_picture import frontier_png
+from megatron.slipstream.estimate.frontier import frontier_png, sweep_budgets
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.estimate.model_parts import Experts, Parallelism

@@ -12,8 +12,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from make_trace import Model, one_f_one_b, trace_of
 
-from megatron.slipstream.estimate import frontier_picture
-from megatron.slipstream.estimate.frontier import Frontier, FrontierPoint, mark_pareto, sweep
+from megatron.slipstream.estimate.frontier import (
+    Frontier,
+    FrontierPoint,
+    frontier_png,
+    mark_pareto,
+    sweep,
+)
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import Bandwidth, MemoryReading, Trace
@@ -169,9 +174,7 @@ def test_the_picture_fills_every_plan_that_no_other_beats(
         "savefig",
         lambda self, *args, **more: figures.append(self) or save(self, *args, **more),
     )
-    image = pytest.importorskip("matplotlib.image").imread(
-        io.BytesIO(frontier_picture.frontier_png(frontier))
-    )
+    image = pytest.importorskip("matplotlib.image").imread(io.BytesIO(frontier_png(frontier)))
     (axes,) = figures[0].axes
     options = {point.option for point in frontier.pareto}
     assert len(frontier.pareto) > 4

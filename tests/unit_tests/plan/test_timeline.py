@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from make_trace import Model, one_f_one_b, trace_of
 
-from megatron.slipstream.estimate.frontier import sweep
-from megatron.slipstream.estimate.frontier_picture import frontier_png
+from megatron.slipstream.estimate.frontier import frontier_png, sweep
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
