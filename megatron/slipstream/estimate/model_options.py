@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from typing import Any, Optional
 
 from megatron.slipstream.estimate.model_parts import (
+    OPTIONS_OF,
     PARALLELISM,
     Experts,
     GatedDeltaNet,
@@ -65,7 +66,9 @@ def shape_fields(options: Any) -> dict[str, Any]:
         found["recompute_modules"] = WHOLE if is_whole else frozenset(options.recompute_modules)
     if any(hasattr(options, name) for name in PARALLELISM.values()):
         found["parallelism"] = parallelism_of_options(options)
-    found["window_size"], found["latent_attention"] = _window(options), _latent(options)
+    found["window_size"] = _window(options)
+    is_latent = getattr(options, "multi_latent_attention", False)
+    found["latent_attention"] = part_of(LatentAttention, options) if is_latent else None
     found["experts"], found["layer_kinds"] = _experts(options)
     return found
 
@@ -86,40 +89,28 @@ def pattern_fields(options: Any, pattern: str, counts: ChunkCounts) -> dict[str,
     # The last chunk predicts further tokens. A separator without letters behind it means nothing.
     ends = "".join("/" + letters for letters in further if letters)
     *others, last = counts
+    mamba = gated_delta_net = None
+    if "M" in pattern:
+        heads = options.mamba_num_heads or 2 * options.hidden_size // options.mamba_head_dim
+        mamba = part_of(Mamba, options, num_heads=heads)
+    if "G" in pattern:
+        gated_delta_net = part_of(GatedDeltaNet, options)
     found: dict[str, Any] = {
         "num_layers": sum(map(len, segments)) + len(ends),
         "layer_kinds": (*"".join(segments), *ends),
         "layers_per_chunk": (*others, (*last[:-1], last[-1] + len(ends))),
-        "mamba": _mamba(options) if "M" in pattern else None,
-        "gated_delta_net": _gated_delta_net(options) if "G" in pattern else None,
+        "mamba": mamba,
+        "gated_delta_net": gated_delta_net,
     }
     if "+" in pattern:  # Its latent vectors have no norms.
         return found | {"qk_layernorm": False}
     return found | {"latent_attention": None}
 
 
-def _mamba(options: Any) -> Mamba:
-    head_dim = options.mamba_head_dim
-    num_heads = options.mamba_num_heads or 2 * options.hidden_size // head_dim
-    return Mamba(num_heads, head_dim, options.mamba_state_dim, options.mamba_num_groups)
-
-
-def _gated_delta_net(options: Any) -> GatedDeltaNet:
-    return GatedDeltaNet(
-        *(getattr(options, f"linear_{each.name}") for each in fields(GatedDeltaNet))
-    )
-
-
 def _window(options: Any) -> Optional[int]:
     window = getattr(options, "window_size", None)
     is_everywhere = getattr(options, "window_attn_skip_freq", None) is None
     return int(window[0]) if window and is_everywhere and window[0] > 0 else None
-
-
-def _latent(options: Any) -> Optional[LatentAttention]:
-    if not getattr(options, "multi_latent_attention", False):
-        return None
-    return LatentAttention(*(getattr(options, each.name) for each in fields(LatentAttention)))
 
 
 def _experts(options: Any) -> tuple[Optional[Experts], tuple[LayerKind, ...]]:
@@ -129,20 +120,21 @@ def _experts(options: Any) -> tuple[Optional[Experts], tuple[LayerKind, ...]]:
     frequency = getattr(options, "moe_layer_freq", 1)
     if isinstance(frequency, int):
         frequency = [layer % frequency == 0 for layer in range(options.num_layers)]
-    experts = Experts(
-        options.num_moe_experts,
-        options.moe_router_topk,
-        options.moe_ffn_hidden_size,
-        getattr(options, "moe_shared_expert_intermediate_size", None) or 0,
-        getattr(options, "moe_router_num_groups", None),
-        getattr(options, "moe_router_group_topk", None),
-    )
+    experts: Experts = part_of(Experts, options)
     return experts, tuple("*E" if has_experts else "*-" for has_experts in frequency)
 
 
 def parallelism_of_options(options: Any) -> Parallelism:
     """Return how megatron's options divide a model among ranks."""
-    given = {field: getattr(options, name, None) for field, name in PARALLELISM.items()}
-    if hasattr(options, "expert_tensor_parallel_size"):
-        given["etp"] = given["etp"] or given["tp"]
-    return Parallelism(**{field: value for field, value in given.items() if value is not None})
+    found: Parallelism = part_of(Parallelism, options)
+    if getattr(options, "expert_tensor_parallel_size", 1):
+        return found
+    return replace(found, etp=found.tp)
+
+
+def part_of(part: Any, options: Any, **more: Any) -> Any:
+    """Return a part of a shape that megatron's options describe; ``more`` overrides them."""
+    given = {field: getattr(options, name, None) for field, name in OPTIONS_OF[part].items()} | more
+    defaults = {each.name for each in fields(part) if each.default is not MISSING}
+    unset = {field for field in defaults if given.get(field) is None}
+    return part(**{field: value for field, value in given.items() if field not in unset})

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Literal, Optional, get_args
 
 AttentionBackend = Literal["fused", "flash", "unfused", "local"]
@@ -118,6 +119,23 @@ PARALLELISM = {
     "dp": "data_parallel_size",
 }
 """The option of each field of a :class:`Parallelism`."""
+
+OPTIONS_OF: Mapping[type, Mapping[str, str]] = {
+    Parallelism: PARALLELISM,
+    Experts: {
+        "num_experts": "num_moe_experts",
+        "topk": "moe_router_topk",
+        "ffn_hidden_size": "moe_ffn_hidden_size",
+        "shared_ffn_hidden_size": "moe_shared_expert_intermediate_size",
+        "num_groups": "moe_router_num_groups",
+        "group_topk": "moe_router_group_topk",
+    },
+    **{
+        part: {each.name: prefix + each.name for each in fields(part)}
+        for part, prefix in ((LatentAttention, ""), (Mamba, "mamba_"), (GatedDeltaNet, "linear_"))
+    },
+}
+"""Megatron's option of each field of these parts."""
 
 
 @dataclass(frozen=True)

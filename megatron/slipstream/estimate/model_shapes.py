@@ -13,7 +13,7 @@ from megatron.slipstream.estimate.model_parts import (
     BYTES_OF,
     MAX_LAYERS,
     MAX_SIZE,
-    PARALLELISM,
+    OPTIONS_OF,
     QUANTIZED_BYTES,
     RECOMPUTE_MODULES,
     AttentionBackend,
@@ -295,22 +295,14 @@ def _sizes(shape: ModelShape) -> Iterator[tuple[str, Optional[int]]]:
                  "window_size"):  # fmt: skip
         yield name, getattr(shape, name)
     yield "recompute_num_layers", shape.layers_per_checkpoint
-    for each, name in PARALLELISM.items():
-        if each != "sequence_parallel":
-            yield name, getattr(shape.parallelism, each)
-    if shape.latent_attention is not None:
-        yield from vars(shape.latent_attention).items()
-    for prefix, part in (("linear", shape.gated_delta_net), ("mamba", shape.mamba)):
-        if part is not None:
-            yield from ((f"{prefix}_{name}", value) for name, value in vars(part).items())
-    if (experts := shape.experts) is not None:
-        yield "num_experts", experts.num_experts
-        yield "moe_router_topk", experts.topk
-        yield "moe_ffn_hidden_size", experts.ffn_hidden_size
-        # The default, 0, is a model without shared experts.
-        yield "moe_shared_expert_intermediate_size", experts.shared_ffn_hidden_size or None
-        yield "moe_router_num_groups", experts.num_groups
-        yield "moe_router_group_topk", experts.group_topk
+    parts = (shape.parallelism, shape.latent_attention, shape.gated_delta_net, shape.mamba,
+             shape.experts)  # fmt: skip
+    for part in parts:
+        for each, name in OPTIONS_OF[type(part)].items() if part is not None else ():
+            value = getattr(part, each)
+            # Booleans are no numbers, and 0 is the default of a model without shared experts.
+            if type(value) is int and (value, each) != (0, "shared_ffn_hidden_size"):
+                yield name.replace("num_moe_experts", "num_experts"), value
 
 
 def _conflicts(shape: ModelShape) -> list[tuple[bool, str, str, str, str]]:
