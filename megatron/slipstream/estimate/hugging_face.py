@@ -60,10 +60,16 @@ def load_hub_config(path: Path) -> HubModel:
             f"fields is not known; known are {', '.join(_FIELDS)}. Give megatron's own flags after "
             "-- instead"
         )
-    options = _more_options(model_type, reader)
-    for option, name in fields.items():
-        found = reader.number(name) if name[-1] != "?" else reader.optional(name[:-1])
-        options.setdefault(option, found)
+    if (count := reader.number("num_hidden_layers")) > MAX_LAYERS:
+        raise ValueError(
+            f"{path}: num_hidden_layers={count} is too many to plan; give a "
+            f"model of {MAX_LAYERS} or fewer"
+        )
+    options = _more_options(model_type, reader, range(count))
+    options |= {
+        option: reader.number(name) if name[-1] != "?" else reader.optional(name[:-1])
+        for option, name in fields.items()
+    }
     names = {**_NAMES, **{option: name.rstrip("?") for option, name in fields.items()}}
     names["num_experts"] = names.get("num_moe_experts", "num_experts")
     return HubModel(model_type, options, tuple(_notes(config)), names)
@@ -108,33 +114,34 @@ _NAMES: Mapping[str, str] = {
 """The fields of other options."""
 
 
-def _more_options(model_type: str, config: _Config) -> dict[str, Any]:
+def _more_options(model_type: str, config: _Config, layers: range) -> dict[str, Any]:
     """Return the options that are no number of the file."""
     found: dict[str, Any] = {
-        "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings")
+        "untie_embeddings_and_output_weights": not config.fields.get("tie_word_embeddings")
     }
     if model_type in ("qwen3", "qwen3_moe", "deepseek_v3"):
         found["qk_layernorm"] = True
     if model_type == "qwen3_moe":
-        found["moe_layer_freq"] = _sparse_layers(config)
+        found["moe_layer_freq"] = _sparse_layers(config, layers)
     if model_type == "deepseek_v3":
         first = config.number("first_k_dense_replace", 0)
         step = config.optional("moe_layer_freq") or 1
-        layers = range(config.num_layers())
         found["moe_layer_freq"] = [layer >= first and layer % step == 0 for layer in layers]
-        shared = config.optional("n_shared_experts", 0) or 0
-        found["moe_shared_expert_intermediate_size"] = shared * config.number(
-            "moe_intermediate_size"
+        shared, width = (
+            config.optional("n_shared_experts", 0),
+            config.number("moe_intermediate_size"),
         )
+        found["moe_shared_expert_intermediate_size"] = (shared or 0) * width
         found["multi_latent_attention"] = True
     return found
 
 
-def _sparse_layers(config: _Config) -> list[bool]:
+def _sparse_layers(config: _Config, layers: range) -> list[bool]:
     step = config.optional("decoder_sparse_step") or 1
-    dense = config.list_of("mlp_only_layers", int)
-    layers = range(config.num_layers())
-    if absent := sorted(set(dense) - set(layers)):
+    dense = config.fields.get("mlp_only_layers") or []
+    if type(dense) is not list or any(type(layer) is not int for layer in dense):
+        raise ValueError(f"{config.path}: mlp_only_layers={dense!r} is not a list of int")
+    if absent := sorted({*dense} - {*layers}):
         raise ValueError(
             f"mlp_only_layers={dense} names layer {absent[0]}, but "
             f"num_hidden_layers={len(layers)}; correct the config.json"
@@ -142,54 +149,26 @@ def _sparse_layers(config: _Config) -> list[bool]:
     return [layer not in dense and (layer + 1) % step == 0 for layer in layers]
 
 
-class _Config:
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        self._path = path
-        self._config = config
+class _Config(NamedTuple):
+    path: Path
+    fields: Mapping[str, Any]
 
     def number(self, name: str, least: int = 1) -> int:
         value = self.optional(name, least)
         if value is None:
             raise ValueError(
-                f"{self._path}: {name!r} is missing, which model_type="
-                f"{self._config['model_type']!r} has; give the whole config.json"
+                f"{self.path}: {name!r} is missing, which model_type="
+                f"{self.fields['model_type']!r} has; give the whole config.json"
             )
         return value
 
     def optional(self, name: str, least: int = 1) -> Optional[int]:
         """Return a number, or None if it is null or missing."""
-        value = self._config.get(name)
-        if value is None:
-            return None
-        if type(value) is not int:
-            raise ValueError(
-                f"{self._path}: {name}={value!r} is not a number; correct the config.json"
-            )
-        if value < least:
-            raise ValueError(
-                f"{self._path}: {name}={value} is less than {least}; correct the config.json"
-            )
+        value = self.fields.get(name)
+        fault = "is not a number" if type(value) is not int else f"is less than {least}"
+        if value is not None and (type(value) is not int or value < least):
+            raise ValueError(f"{self.path}: {name}={value!r} {fault}; correct the config.json")
         return value
-
-    def num_layers(self) -> int:
-        """Return the number of layers, at most :data:`MAX_LAYERS`."""
-        count = self.number("num_hidden_layers")
-        if count > MAX_LAYERS:
-            raise ValueError(
-                f"{self._path}: num_hidden_layers={count} is too many to plan; give a "
-                f"model of {MAX_LAYERS} or fewer"
-            )
-        return count
-
-    def flag(self, name: str) -> bool:
-        return bool(self._config.get(name, False))
-
-    def list_of(self, name: str, kind: type) -> list[Any]:
-        """Return a list whose values all have type ``kind``; empty if it is missing."""
-        values = self._config.get(name) or []
-        if type(values) is not list or any(type(value) is not kind for value in values):
-            raise ValueError(f"{self._path}: {name}={values!r} is not a list of {kind.__name__}")
-        return values
 
 
 def _notes(config: Mapping[str, Any]) -> list[str]:
