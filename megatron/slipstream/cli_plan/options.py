@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from megatron.slipstream.estimate.gpus import ACHIEVED_SHARE, GPUS
+from megatron.slipstream.estimate.gpus import ACHIEVED_SHARE, H100_SHARE
 from megatron.slipstream.estimate.model_parts import ATTENTION_BACKENDS
 from megatron.slipstream.options.fields import AUTO_OVERHEAD_PERCENT, parse_percent
 
@@ -115,7 +115,7 @@ _LIMITS = (
 _GPU = (
     Given("--gpu", str, "a100, b200, gb200, h100, h20, h200 or l40s (default: h200)", "NAME"),
     Given("--tflops", float, "rate that matrix products in 16 bits reach, in TFLOP/s (default: "
-          f"{ACHIEVED_SHARE:g} of the peak, on an h100 {GPUS['h100'].achieved_share:g})", "T"),
+          f"{ACHIEVED_SHARE:g} of the peak, on an h100 {H100_SHARE:g})", "T"),
     Given("--gb-per-s", float, "bandwidth of copies each way (slipstream doctor measures it)",
           "GB"),
     Given("--num-micro-batches", int,
@@ -171,6 +171,18 @@ def flag_of(name: str, options: argparse.Namespace) -> str:
     return str(options.typed.get(name, first))
 
 
+def refuse(
+    options: argparse.Namespace, names: Iterable[str], where: str, why: str, cure: str = ""
+) -> None:
+    """Raise ``ValueError`` if one of the options is given where it is not supported."""
+    for name in names:
+        if getattr(options, name) is not None:
+            flag = flag_of(name, options)
+            raise ValueError(
+                f"{flag} is not supported {where} because {why}; {cure}leave {flag} out"
+            )
+
+
 def as_typed(message: str, options: argparse.Namespace) -> str:
     """Replace megatron's names in a message about a model by the user's options."""
     for name in TRAINING:
@@ -184,9 +196,9 @@ def as_typed(message: str, options: argparse.Namespace) -> str:
 SEARCH = ("longest_sequence", "largest_micro_batch", "memory", "margin", "host_memory")
 """Options of the search for the largest size that fits."""
 
-AIMS = (*("target_memory", "max_overhead", "fraction", "output", "timeline", "frontier", "rank"),)
+AIMS = ("target_memory", "max_overhead", "fraction", "output", "timeline", "frontier", "rank")
 
-UNTIMED = (*("gpu", "tflops", "gb_per_s", "num_micro_batches", "rank", "state_gib"), *SEARCH)
+UNTIMED = ("gpu", "tflops", "gb_per_s", "num_micro_batches", "rank", "state_gib", *SEARCH)
 """Options that apply only without recorded times."""
 
 

@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Optional
+from typing import Literal, Optional
 
+from megatron.slipstream.options.rules import nearest_name
 from megatron.slipstream.plan.trace import Bandwidth
 
 ACHIEVED_SHARE = 0.65
 """Average fraction of a GPU's peak rate that the matrix products of a training step reach, for a
 GPU without a fraction of its own."""
+
+H100_SHARE = 0.7
+"""That of an H100 (benchmarks/results)."""
 
 ATTENTION_SHARE = 0.78
 """Rate of attention's products, forward and backward, as a fraction of that of other products
@@ -31,40 +34,6 @@ HOPPER_RECIPES = ("tensorwise", "delayed", "blockwise")
 BLACKWELL_RECIPES = (*HOPPER_RECIPES, "mxfp8")
 
 
-class GpuFacts(NamedTuple):
-    """A GPU's datasheet values."""
-
-    tflops: float
-    """Dense bfloat16 matrix products, in 1e12 operations per second, without sparsity."""
-    hbm_gb_per_s: float
-    memory_gib: float
-    """Device memory as the driver shows it, rounded."""
-    link_gb_per_s: float
-    """Rate of the link to the host in each direction."""
-    measured: Optional[Bandwidth] = None
-    """Measured bandwidth of pinned copies, if any."""
-    achieved_share: float = ACHIEVED_SHARE
-    """Fraction of ``tflops`` that the matrix products of a step reach."""
-    fp8_recipes: tuple[str, ...] = HOPPER_RECIPES
-
-
-_H200 = Bandwidth(55.3, 55.4, 50.7, 52.0)
-
-GPUS: Mapping[str, GpuFacts] = {
-    "a100": GpuFacts(312, 2039, 80, 32, fp8_recipes=()),
-    "b200": GpuFacts(2250, 8000, 179, 64, fp8_recipes=BLACKWELL_RECIPES),
-    # NVLink-C2C, of which two GPUs share the 450 GB/s each way of a processor.
-    "gb200": GpuFacts(2500, 8000, 185, 225, fp8_recipes=BLACKWELL_RECIPES),
-    # benchmarks/results
-    "h100": GpuFacts(989, 3350, 80, 64, achieved_share=0.7),
-    "h20": GpuFacts(148, 4000, 96, 64),
-    # benchmarks/results/overhead_h200_202611/moe_by_time.jsonl
-    "h200": GpuFacts(989, 4800, 140, 64, _H200),
-    "l40s": GpuFacts(362, 864, 45, 32, fp8_recipes=HOPPER_RECIPES[:2]),
-}
-"""SXM boards (the L40S is a PCIe card) on PCIe 4 or 5 with 16 lanes, except for the GB200, keyed by
-command-line name."""
-
 Products = Literal["16 bits", "attention", "fp8"]
 _RATES: Mapping[Products, float] = {"16 bits": 1.0, "attention": ATTENTION_SHARE, "fp8": FP8_RATE}
 
@@ -75,10 +44,12 @@ class Speed:
 
     name: str
     tflops: float
-    """Rate of matrix products in 16 bits."""
+    """Rate that matrix products in 16 bits reach."""
     hbm_gb_per_s: float
+    """Rate that memory-bound operations reach."""
     bandwidth: Bandwidth
     memory_gib: Optional[float] = None
+    """Device memory as the driver shows it, rounded."""
     is_link_measured: bool = False
     """Whether ``bandwidth`` was measured on that GPU or given by the user."""
     fp8_recipes: tuple[str, ...] = ()
@@ -91,6 +62,46 @@ class Speed:
         return flops / (1e9 * rate) + traffic_bytes / (1e6 * self.hbm_gb_per_s)
 
 
+_H200 = Bandwidth(55.3, 55.4, 50.7, 52.0)
+"""Measured bandwidth of pinned copies (benchmarks/results/overhead_h200_202611/moe_by_time.jsonl)
+over a link of 64 GB/s."""
+
+
+def _scaled(factor: float) -> Bandwidth:
+    return Bandwidth(*(round(rate * factor, 2) for rate in _H200))
+
+
+def _gpu(
+    name: str,
+    tflops: float,
+    hbm_gb_per_s: float,
+    memory_gib: float,
+    link_gb_per_s: float,
+    fp8_recipes: tuple[str, ...] = HOPPER_RECIPES,
+    share: float = ACHIEVED_SHARE,
+) -> Speed:
+    """Return the speed by datasheet values: dense products in bfloat16, the link each way."""
+    return Speed(name, tflops * share, hbm_gb_per_s * HBM_SHARE, _scaled(link_gb_per_s / 64),
+                 memory_gib, name == "h200", fp8_recipes)  # fmt: skip
+
+
+GPUS: Mapping[str, Speed] = {
+    speed.name: speed
+    for speed in (
+        _gpu("a100", 312, 2039, 80, 32, ()),
+        _gpu("b200", 2250, 8000, 179, 64, BLACKWELL_RECIPES),
+        # NVLink-C2C, of which two GPUs share the 450 GB/s each way of a processor.
+        _gpu("gb200", 2500, 8000, 185, 225, BLACKWELL_RECIPES),
+        _gpu("h100", 989, 3350, 80, 64, share=H100_SHARE),
+        _gpu("h20", 148, 4000, 96, 64),
+        _gpu("h200", 989, 4800, 140, 64),
+        _gpu("l40s", 362, 864, 45, 32, HOPPER_RECIPES[:2]),
+    )
+}
+"""SXM boards (the L40S is a PCIe card) on PCIe 4 or 5 with 16 lanes, except for the GB200, by
+command-line name."""
+
+
 def find_speed(
     name: str, tflops: Optional[float] = None, gb_per_s: Optional[float] = None
 ) -> Speed:
@@ -99,10 +110,9 @@ def find_speed(
     An unmeasured link is assumed to reach the same fraction of its rate as the H200's. Raises
     ``ValueError`` if the GPU is not in the table, or a number is invalid.
     """
-    facts = GPUS.get(name.lower())
-    if facts is None:
-        near = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+    speed = GPUS.get(name.lower())
+    if speed is None:
+        hint = nearest_name(name.lower(), GPUS, cutoff=0.4)
         raise ValueError(
             f"--gpu={name} is not in the table; {hint}Known: {', '.join(GPUS)}. For another GPU, "
             "name the most similar one and set --tflops and --gb-per-s"
@@ -112,21 +122,10 @@ def find_speed(
             raise ValueError(f"{option}={value} must be above 0")
     if gb_per_s is not None and gb_per_s < 0.1:  # The table's rates have two decimals.
         raise ValueError(f"--gb-per-s={gb_per_s} must be 0.1 or more")
-    speed = Speed(
-        name.lower(),
-        tflops or facts.tflops * facts.achieved_share,
-        facts.hbm_gb_per_s * HBM_SHARE,
-        facts.measured or _scaled(facts.link_gb_per_s / GPUS["h200"].link_gb_per_s),
-        facts.memory_gib,
-        facts.measured is not None,
-        facts.fp8_recipes,
-    )
-    if gb_per_s is not None:
-        given = _scaled(gb_per_s / _H200.d2h_gb_per_s)
-        given = given._replace(d2h_gb_per_s=gb_per_s, h2d_gb_per_s=gb_per_s)
-        return replace(speed, bandwidth=given, is_link_measured=True)
-    return speed
-
-
-def _scaled(factor: float) -> Bandwidth:
-    return Bandwidth(*(round(rate * factor, 2) for rate in _H200))
+    if tflops is not None:
+        speed = replace(speed, tflops=tflops)
+    if gb_per_s is None:
+        return speed
+    given = _scaled(gb_per_s / _H200.d2h_gb_per_s)
+    given = given._replace(d2h_gb_per_s=gb_per_s, h2d_gb_per_s=gb_per_s)
+    return replace(speed, bandwidth=given, is_link_measured=True)
