@@ -23,7 +23,7 @@ from megatron.slipstream.estimate.schedules import Pass, idle_ms
 from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.estimate.training_setup import Configured, usable_modules
 from megatron.slipstream.plan.actions import Plan
-from megatron.slipstream.plan.assignments import Judge, Limits, Score, shortest
+from megatron.slipstream.plan.assignments import Judge, Limits, Score, shortest, uniform
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.choose import choose
@@ -280,7 +280,10 @@ class SizedModel:
             found[tiles] = {}
             for number, rank in self._variant(tiles)[1].items():
                 judge = Judge(rank, nothing, refines=False)
-                peaks = ((judge.score(each).excess_bytes, each) for each in _assignments(rank))
+                peaks = (
+                    (judge.score(each).excess_bytes, each)
+                    for each in uniform(rank.templates, rank.kinds)
+                )
                 found[tiles][number] = min(peaks, key=lambda pair: pair[0])
         best = min(TILES, key=lambda tiles: max(peak for peak, _ in found[tiles].values()))
         work, ranks = self._variant(best)
@@ -368,25 +371,17 @@ def _uniform(rank: RankTemplates, setting: LayerSetting) -> Assignment:
     return tuple(known[kind] for kind in rank.kinds)
 
 
-def _assignments(rank: RankTemplates) -> list[Assignment]:
-    """Return the assignments in which all layers of a kind have the same setting."""
-    kinds = tuple(rank.templates)
-    chosen = itertools.product(*(rank.templates[kind] for kind in kinds))
-    by_kind = (dict(zip(kinds, settings, strict=True)) for settings in chosen)
-    return [tuple(setting_of[kind] for kind in rank.kinds) for setting_of in by_kind]
-
-
 def _has_fit(rank: RankTemplates, limits: Limits) -> bool:
     judge = Judge(rank, limits, refines=False)
-    anything = Score(0.0, math.inf)
     # The most frugal one first.
-    return any(judge.improves(anything, each) for each in reversed(_assignments(rank)))
+    assignments = reversed(uniform(rank.templates, rank.kinds))
+    return any(judge.improves(Score(0.0, math.inf), each) for each in assignments)
 
 
 def _estimated_ms(rank: RankTemplates, limits: Limits) -> float:
     """Return the time with the best setting for each kind of layers; 0 if none fits."""
     judge = Judge(rank, limits, refines=False)
-    scores = map(judge.score, _assignments(rank))
+    scores = map(judge.score, uniform(rank.templates, rank.kinds))
     return min((score.total_ms for score in scores if score.excess_bytes <= 0), default=0.0)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Optional
@@ -177,6 +177,15 @@ class _Units:
         """Return the assignment of layers for that of units."""
         pairs = zip(assignment, self.sizes or (1,) * len(assignment), strict=True)
         return tuple(itertools.chain.from_iterable((s,) * count for s, count in pairs))
+
+
+def uniform(
+    settings: Mapping[str, Iterable[LayerSetting]], kinds: Sequence[str]
+) -> list[Assignment]:
+    """Return the assignments in which all layers of a kind have the same setting."""
+    products = itertools.product(*settings.values())
+    chosen = (dict(zip(settings, each, strict=True)) for each in products)
+    return [tuple(setting[kind] for kind in kinds) for setting in chosen]
 
 
 class _Trial:
@@ -373,7 +382,7 @@ class AssignmentSearch:
             size: Number of layers that had one setting in it.
         """
         score = self._judge.score
-        found = [start] if start is not None else self._uniform()
+        found = [start] if start is not None else uniform(self._units.settings, self._units.kinds)
         best = min(found, key=score)
         lowest = min(
             found, key=lambda item: (score(item).excess_bytes, -self._judge.compute_ms(item))
@@ -389,15 +398,6 @@ class AssignmentSearch:
     def _is_done(self, best: Assignment) -> bool:
         is_best = self._judge.score(best).is_near(Score(0.0, self._least_ms))
         return is_best or self._judge.num_steps > MAX_STEPS_OF_SEARCH
-
-    def _uniform(self) -> list[Assignment]:
-        """Return the assignments in which all layers of a kind have the same setting."""
-        kinds = tuple(self._units.settings)
-        found = []
-        for chosen in itertools.product(*self._units.settings.values()):
-            setting = dict(zip(kinds, chosen, strict=True))
-            found.append(tuple(setting[kind] for kind in self._units.kinds))
-        return found
 
     def _orders(self) -> Iterator[Sequence[int]]:
         """Yield orders in which units get faster settings: early first, spread out, late first."""
