@@ -38,7 +38,7 @@ def test_experts_of_a_dense_model_are_not_divided(
 ) -> None:
     assert show(flag, "2") == 2
     assert capsys.readouterr().err == (
-        f"error: {flag}=2 is not supported with a model without experts because there are "
+        f"error: {flag} is not supported with a model without experts because there are "
         f"no experts to divide; leave {flag} out\n"
     )
     assert show(flag, "1") == 0

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Optional
 
 from megatron.slipstream.cli_plan.models import MAX_BYTES, speed_for
-from megatron.slipstream.cli_plan.options import AIMS, SEARCH, flag_of
+from megatron.slipstream.cli_plan.options import AIMS, SEARCH, flag_of, refuse
 from megatron.slipstream.estimate.fit import STEP_TOKENS, Finder, Fit
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import ModelShape
@@ -41,23 +41,12 @@ def prepare_search(options: argparse.Namespace) -> bool:
     """Return whether to search the largest size that fits; ``ValueError`` if options disagree."""
     asked = [name for name in SEARCH[:2] if getattr(options, name)]
     if not asked:
-        for name in SEARCH[2:]:
-            is_used = name == "host_memory" and options.frontier
-            if getattr(options, name) is not None and not is_used:
-                flag = flag_of(name, options)
-                raise ValueError(
-                    f"{flag} is not supported without --longest-sequence or --largest-micro-batch "
-                    f"because it limits their search only; set one of them, or leave {flag} out"
-                )
+        limits = [name for name in SEARCH[2:] if name != "host_memory" or not options.frontier]
+        refuse(options, limits, "without --longest-sequence or --largest-micro-batch",
+               "it limits their search only", "set one of them, or ")  # fmt: skip
         return False
-    search = flag_of(asked[0], options)
-    for name in AIMS:
-        if getattr(options, name) is not None:
-            flag = flag_of(name, options)
-            raise ValueError(
-                f"{flag} is not supported with {search} because that compares ways instead of "
-                f"planning one; leave {flag} out"
-            )
+    why = "that compares ways instead of planning one"
+    refuse(options, AIMS, f"with {flag_of(asked[0], options)}", why)
     if options.longest_sequence and options.hf_config is not None and options.seq_length is None:
         options.seq_length = STEP_TOKENS * (options.cp or 1) * (options.tp or 1)
     return True

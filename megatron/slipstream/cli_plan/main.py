@@ -21,7 +21,7 @@ from megatron.slipstream.cli_plan.models import (
     configured_by,
     speed_for,
 )
-from megatron.slipstream.cli_plan.options import TRAINING, UNTIMED, as_typed, flag_of
+from megatron.slipstream.cli_plan.options import TRAINING, UNTIMED, as_typed, refuse
 from megatron.slipstream.estimate.file_errors import (
     reading,
     require_distinct,
@@ -100,9 +100,9 @@ def show_plan(options: argparse.Namespace) -> int:
         )
     if given[0] != "--hf-config":
         own = [name for name in TRAINING if name != "seq_length" or not is_trace]
-        _refuse(options, own, given[0], "its own")
+        refuse(options, own, f"with {given[0]}", "that has its own")
     if is_trace:
-        _refuse(options, UNTIMED, given[0], "times and sizes of its own")
+        refuse(options, UNTIMED, f"with {given[0]}", "that has times and sizes of its own")
         return _show_trace(Path(words[0]), options)
     if options.hf_config is None:
         return _show_configured(words, options)
@@ -118,15 +118,6 @@ def _progress(what: str) -> Iterator[None]:
     with bar_on_stderr() as progress:
         progress.add_task(what, total=None)
         yield
-
-
-def _refuse(options: argparse.Namespace, names: Sequence[str], given: str, has: str) -> None:
-    for name in names:
-        if getattr(options, name) is not None:
-            flag = flag_of(name, options)
-            raise ValueError(
-                f"{flag} is not supported with {given} because that has {has}; leave {flag} out"
-            )
 
 
 def _check_files(options: argparse.Namespace) -> None:

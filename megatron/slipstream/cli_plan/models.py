@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.slipstream.cli_plan.options import AIMS, UNTIMED, flag_of
+from megatron.slipstream.cli_plan.options import AIMS, UNTIMED, flag_of, refuse
 from megatron.slipstream.estimate.gpus import GPUS, Speed, find_speed
 from megatron.slipstream.estimate.hugging_face import HubModel, load_hub_config
 from megatron.slipstream.estimate.model_options import (
@@ -94,20 +94,12 @@ def _by_hub_config(options: argparse.Namespace) -> Configured:
 
 def _refuse_without_effect(model: HubModel, options: argparse.Namespace) -> None:
     if options.recompute_granularity == "full" and options.recompute_modules:
-        raise ValueError(
-            f"{flag_of('recompute_modules', options)} is not supported with recompute_granularity="
-            "full because whole layers are recomputed then; leave it out"
-        )
-    if model.options.get("num_moe_experts"):
-        return
-    for name in ("ep", "etp"):
-        value = getattr(options, name)
-        if value is not None and value != 1:
-            flag = flag_of(name, options)
-            raise ValueError(
-                f"{flag}={value} is not supported with a model without experts because there "
-                f"are no experts to divide; leave {flag} out"
-            )
+        why = "whole layers are recomputed then"
+        refuse(options, ["recompute_modules"], "with recompute_granularity=full", why)
+    if not model.options.get("num_moe_experts"):
+        names = [name for name in ("ep", "etp") if getattr(options, name) != 1]
+        why = "there are no experts to divide"
+        refuse(options, names, "with a model without experts", why)
 
 
 def _hub_shape(model: HubModel, options: argparse.Namespace) -> ModelShape:
