@@ -82,6 +82,10 @@ class Budgeted:
     """Of the last iteration."""
     planned_bytes: int = 0
     """The activations that the last iteration's plan predicts."""
+    planned_ms: float = 0.0
+    """The time that the last iteration's plan predicts; 0 if the backend takes no times."""
+    followed_ms: float = 0.0
+    """The time of an iteration that followed it."""
     layers: list[LayerReport] = field(default_factory=list)
     """What the report says of each layer."""
     reported_bytes: int = 0
@@ -158,6 +162,7 @@ def _train(rank: int, run: Run) -> Budgeted:
         report = manager.report
         result.moved_bytes, result.reported_bytes = report.d2h_bytes, report.budget_bytes
         result.layers = report.layers
+        result.planned_ms, result.followed_ms = report.planned_ms, report.measured_ms
         return result
 
 

@@ -363,6 +363,7 @@ class Lifecycle:
             elif entry.plan is plan and entry in self.plans:
                 entry.times.append(times)
                 if entry.has_enough_times and not self._improve(entry):
+                    self.planner.tell_times(entry)
                     self._enter_trial(entry)
 
     def _improve(self, entry: PlanEntry, what: str = "iterations") -> bool:

@@ -31,6 +31,7 @@ from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanFacts, check_plan
+from megatron.slipstream.plan.pace import pace
 from megatron.slipstream.plan.peak import PeakDrop, peak_drop
 from megatron.slipstream.plan.render import format_bytes, render_plan, summarize, why_groups_stay
 from megatron.slipstream.plan.timeline import device_memory
@@ -56,6 +57,9 @@ class Planner:
         self.resident_gradient_bytes: Optional[int] = None
         """Bytes of gradients at the start of the second iteration. None before then: the current
         gradients are assumed to persist."""
+        self.pass_ms: Optional[float] = None
+        """What a pass through a model chunk computes on average, forward and backward, by times of
+        its layers in iterations that hardly wait; None if unknown."""
         self._store = store
         self._report = report
         self._bandwidth: Optional[Bandwidth] = None
@@ -92,8 +96,9 @@ class Planner:
         if measured is None:
             return False
         num_moved, all_times = entry.num_moving, entry.times
-        own_ms = statistics.median(times.own_ms for times in all_times)
         total_ms = statistics.median(times.total_ms for times in all_times)
+        slower = self._pace(entry)
+        own_ms = slower * statistics.median(times.own_ms for times in all_times)
         runs = (*entry.earlier, (num_moved, own_ms))
         host_ms = ms_per_group(runs)
         # Exclude the cost of the groups that move now from the time of an iteration.
@@ -103,7 +108,7 @@ class Planner:
             self._tell_of_slow_copies(measured, bandwidth)
         trace = replace(
             entry.plan.trace,
-            step_ms=tuple(ms * share for ms in typical_step_ms(all_times)),
+            step_ms=tuple(ms * slower * share for ms in typical_step_ms(all_times)),
             bandwidth=bandwidth,
             memory=entry.memory or entry.plan.trace.memory,
             ms_per_moved_group=host_ms,
@@ -116,15 +121,30 @@ class Planner:
         if self._report.rank == 0:
             logger.info(
                 "planned again from the times of %d %s: %d of %d groups move, %.1f ms from the "
-                "first mark to the end (%.1f were measured)",
+                "first mark to the end (%.1f were measured, %.1f of them waits for copies; "
+                "computation is taken to be %.1f%% slower without waits)",
                 len(all_times),
                 what,
                 improved.num_moving,
                 len(improved.plan.groups),
                 improved.planned_ms,
                 total_ms,
+                statistics.median(sum(times.stall_ms) for times in all_times),
+                100 * (slower - 1),
             )
         return True
+
+    def _pace(self, entry: PlanEntry) -> float:
+        """Return by how much slower a plan's computation is than where all moved by count.
+
+        See [Note: A device that waits is faster] in ``plan.pace``. 1 for a plan made from times,
+        and if nothing tells.
+        """
+        if self.pass_ms is None or entry.planned_ms or not entry.num_passes:
+            return 1.0
+        own_ms = statistics.median(times.own_ms for times in entry.times)
+        waited_ms = statistics.median(sum(times.stall_ms) for times in entry.times)
+        return pace(own_ms, waited_ms, self.pass_ms * entry.num_passes)
 
     def measure_bandwidth(self) -> Optional[Bandwidth]:
         """Return the bandwidth of copies, measured at the first call between iterations."""
@@ -155,6 +175,17 @@ class Planner:
         report.step_peak_bytes = [reading.peak_bytes for reading in entry.memory]
         pairs = zip(report.step_peak_bytes, device_memory(plan).with_plan, strict=False)
         report.later_bytes = max(0, min((now - then for now, then in pairs), default=0))
+
+    def tell_times(self, entry: PlanEntry) -> None:
+        """Log how long an iteration takes that follows its plan, and what was predicted."""
+        if self._report.rank == 0 and entry.planned_ms:
+            logger.info(
+                "iterations that follow the plan take %.1f ms from the first mark to the end, of "
+                "which %.1f are waits for copies; %.1f ms were predicted",
+                statistics.median(times.total_ms for times in entry.times),
+                statistics.median(sum(times.stall_ms) for times in entry.times),
+                entry.planned_ms,
+            )
 
     # What is logged, once each.
 

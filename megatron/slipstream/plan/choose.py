@@ -142,13 +142,13 @@ def planned(rank: RankTemplates, assignment: Assignment, limits: Limits) -> Budg
         assignment=assignment,
         plan=plan,
         peak_bytes=peak_bytes,
-        total_ms=_compute_ms(rank, assignment) + waits_ms * repeats,
+        total_ms=rank.compute_ms(assignment) + waits_ms * repeats,
         fits=peak_bytes <= limits.device_bytes,
         limit=Limit.NONE,
         moved_bytes=round(plan.moved_nbytes * repeats),
         recompute_ms=sum(item.recompute_ms for item in templates),
         recomputed_bytes=sum(item.recomputed_bytes for item in templates),
-        fastest_ms=_compute_ms(rank, fastest(rank)),
+        fastest_ms=rank.compute_ms(fastest(rank)),
     )
 
 
@@ -180,10 +180,3 @@ def _undominated(templates: Mapping[LayerSetting, Template]) -> dict[LayerSettin
         if not any(all(map(float.__le__, o, map(float, costs))) for o in found.values()):
             found[setting] = tuple(map(float, costs))
     return {setting: templates[setting] for setting in found}
-
-
-def _compute_ms(rank: RankTemplates, assignment: Assignment) -> float:
-    """Return the time of an iteration without waits for copies."""
-    chunks = rank.passes(assignment)
-    ms = {"F": [c.forward_ms for c in chunks], "B": [c.backward_ms for c in chunks]}
-    return sum(ms[item.direction][item.vp_stage] + item.wait_ms for item in rank.schedule)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.plan.assignments import shortest
+from megatron.slipstream.plan.pace import MAX_PACE, is_alike
 from megatron.slipstream.plan.settings import WHOLE, Assignment, LayerSetting
 from megatron.slipstream.plan.templates import (
     ONE_GROUP,
@@ -61,7 +62,9 @@ class Boundary(NamedTuple):
     peak_bytes: int = 0
     """The peak since the previous boundary."""
     ms: Optional[float] = None
-    """Time since the previous boundary; None if it was not measured."""
+    """Time of computation since the previous boundary; None if it was not measured."""
+    waited_ms: float = 0.0
+    """Time since the previous boundary in which computation waited for copies."""
     rerun_bytes: int = 0
     """At GRADIENT, by how much the layer's forward, run again after it as a whole, has raised what
     is allocated; 0 if none was."""
@@ -76,16 +79,39 @@ class RankLayer(NamedTuple):
     """The settings that it takes, the most frugal first and the flags' own last."""
 
 
+class _Timed(NamedTuple):
+    """The median time of some work in an iteration."""
+
+    waits: float
+    """The share of the iteration in which computation waited for copies."""
+    ms: float
+
+    def or_better(self, other: _Timed) -> _Timed:
+        """Return what two iterations say: [Note: A device that waits is faster] in ``pace``.
+
+        The one that waited less counts. Of two that waited alike, it is the least: the host only
+        adds to the time.
+        """
+        best, rest = sorted((self, other))
+        most_ms = rest.ms if is_alike(best.waits, rest.waits) else rest.ms * MAX_PACE
+        return best._replace(ms=min(best.ms, most_ms))
+
+
 @dataclass
 class _Measured:
     """Work of one kind at one setting, in one direction."""
 
     net_bytes: int
     peak_bytes: int
-    ms: Optional[float] = None
+    timed: Optional[_Timed] = None
+    """Its time; None if it was not measured."""
+
+    @property
+    def ms(self) -> Optional[float]:
+        return None if self.timed is None else self.timed.ms
 
     def work(self, net_bytes: int, assumed_ms: float = 0.0) -> Work:
-        ms = assumed_ms if self.ms is None else self.ms
+        ms = assumed_ms if self.timed is None else self.timed.ms
         return Work(ms, net_bytes, max(self.peak_bytes, net_bytes, 0))
 
 
@@ -156,6 +182,20 @@ class LayerVisits:
         ms, least_ms = (self._work_of(layer.kind, one)[1].ms for one in (setting, least))
         return None if ms is None or least_ms is None else ms - least_ms
 
+    def pass_ms(self, assignment: Assignment) -> Optional[float]:
+        """Return what a pass through a chunk computes, forward and backward, on average.
+
+        None if the time of a layer with its setting is not known.
+        """
+        for layer, setting in zip(self.layers, assignment, strict=True):
+            if not self.is_measured(layer.kind, setting):
+                return None
+            if any(work.ms is None for work in self._work_of(layer.kind, setting)):
+                return None
+        num_passes = sum(one.direction == "F" for one in self.schedule)
+        ms = self.templates(None, 0).compute_ms(assignment)
+        return ms / num_passes if num_passes else None
+
     # An iteration.
 
     def add(
@@ -176,6 +216,9 @@ class LayerVisits:
                 iteration.
         """
         found: dict[_Key, list[tuple[Work, Optional[float]]]] = {}
+        waited_ms = sum(cut.waited_ms for cut in boundaries)
+        total_ms = waited_ms + sum(cut.ms or 0.0 for cut in boundaries)
+        waits = waited_ms / total_ms if total_ms else 0.0
         for begin, end in itertools.pairwise(boundaries):
             key = self._key(assignment, begin, end)
             if key is not None:
@@ -186,7 +229,7 @@ class LayerVisits:
                 kind, rerun = self.layers[begin.layer].kind, int(begin.rerun_bytes * scale)
                 self._rerun[kind] = max(self._rerun.get(kind, 0), rerun)
         for key, works in found.items():
-            self._note(key, works, has_memory=bool(movable_bytes))
+            self._note(key, works, waits, has_memory=bool(movable_bytes))
         passes = list(_schedule(boundaries, self.layers))
         extra = [one.extra_bytes for one in self.schedule]
         if len(extra) != len(passes):
@@ -246,22 +289,25 @@ class LayerVisits:
             yield self._around(end.chunk, Place.LAYERS_END, Place.RETURN).in_backward
 
     def _note(
-        self, key: _Key, works: Sequence[tuple[Work, Optional[float]]], has_memory: bool
+        self,
+        key: _Key,
+        works: Sequence[tuple[Work, Optional[float]]],
+        waits: float,
+        has_memory: bool,
     ) -> None:
         times = [ms for _, ms in works if ms is not None]
         known = self._measured.get(key)
-        # The least of all iterations: waits for copies and for the host only add to the work. An
-        # iteration that moves all that may is full of them.
-        least = [statistics.median(times)] if times else []
-        least += [known.ms] if known is not None and known.ms is not None else []
-        ms = min(least, default=None)
+        timed = None if known is None else known.timed
+        if times:
+            new = _Timed(waits, statistics.median(times))
+            timed = new if timed is None else timed.or_better(new)
         if has_memory:
             # The most of all layers and micro-batches: a prediction may not be too low.
             net = max(work.net_bytes for work, _ in works)
             peak = max(work.peak_bytes for work, _ in works)
-            self._measured[key] = _Measured(net, peak, ms)
+            self._measured[key] = _Measured(net, peak, timed)
         elif known is not None:
-            known.ms = ms
+            known.timed = timed
 
     def _key(self, assignment: Assignment, begin: Boundary, end: Boundary) -> Optional[_Key]:
         """Return whose work follows ``begin``; None if it is none of the model's."""
@@ -289,7 +335,7 @@ class LayerVisits:
         values: list[float] = []
         for key in sorted(self._measured, key=repr):
             one = self._measured[key]
-            values += [one.net_bytes, one.peak_bytes, -1.0 if one.ms is None else one.ms]
+            values += [one.net_bytes, one.peak_bytes, *(one.timed or (0.0, -1.0))]
         values += [-self._movable[key] for key in sorted(self._movable, key=repr)]
         values += [self._rerun[kind] for kind in sorted(self._rerun)]
         return values + [one.extra_bytes for one in self.schedule]
@@ -298,8 +344,9 @@ class LayerVisits:
         """Replace all measurements by numbers in the order of :meth:`numbers`."""
         left = iter(numbers)
         for key in sorted(self._measured, key=repr):
-            net, peak, ms = (next(left) for _ in range(3))
-            self._measured[key] = _Measured(int(net), int(peak), None if ms < 0 else ms)
+            net, peak, waits, ms = (next(left) for _ in range(4))
+            timed = None if ms < 0 else _Timed(waits, ms)
+            self._measured[key] = _Measured(int(net), int(peak), timed)
         for name in sorted(self._movable, key=repr):
             self._movable[name] = -int(next(left))
         for kind in sorted(self._rerun):
@@ -361,20 +408,20 @@ class LayerVisits:
         settings = self._settings(kind)
         less = [one for one in settings if one <= setting or setting == WHOLE]
         return (
-            replace(forward, ms=self._ms("F", kind, settings, statistics.median)),
-            replace(backward, ms=self._ms("B", kind, less, max)),
+            replace(forward, timed=self._timed("F", kind, settings, statistics.median)),
+            replace(backward, timed=self._timed("B", kind, less, max)),
         )
 
-    def _ms(
+    def _timed(
         self,
         direction: str,
         kind: str,
         settings: Iterable[LayerSetting],
         of_all: Callable[[list[float]], float],
-    ) -> Optional[float]:
+    ) -> Optional[_Timed]:
         times = [self._measured[direction, kind, one].ms for one in settings]
         known = [ms for ms in times if ms is not None]
-        return of_all(known) if known else None
+        return _Timed(0.0, of_all(known)) if known else None
 
     def _settings(self, kind: str) -> list[LayerSetting]:
         """Return the settings of layers of this kind that were measured."""
@@ -389,7 +436,7 @@ class LayerVisits:
             yield ChunkLayers(kinds, before=(before,), after=(after,))
 
     def _around(self, chunk: int, forward: Place, backward: Place) -> Template:
-        nothing = _Measured(0, 0, 0.0)
+        nothing = _Measured(0, 0, _Timed(0.0, 0.0))
         ahead = self._measured.get((forward, chunk), nothing)
         back = self._measured.get((backward, chunk), nothing)
         held = ahead.net_bytes

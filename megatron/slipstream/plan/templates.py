@@ -280,6 +280,12 @@ class RankTemplates:
             for vp_stage, chunk in enumerate(self.chunks)
         )
 
+    def compute_ms(self, assignment: Assignment) -> float:
+        """Return the time of an iteration without waits for copies."""
+        chunks = self.passes(assignment)
+        ms = {"F": [c.forward_ms for c in chunks], "B": [c.backward_ms for c in chunks]}
+        return sum(ms[item.direction][item.vp_stage] + item.wait_ms for item in self.schedule)
+
     def compose(self, assignment: Assignment, marks_all: bool = False) -> Trace:
         """Return the trace of an iteration in which each layer has its setting.
 

@@ -17,6 +17,7 @@ from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.layer_visits import Boundary, LayerVisits, Place, RankLayer
 from megatron.slipstream.plan.model import IterationModel
+from megatron.slipstream.plan.pace import MAX_PACE, pace
 from megatron.slipstream.plan.relaxation import Limits, NothingFitsError, Relaxation, Stage
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, Assignment, LayerSetting
 from megatron.slipstream.plan.trace import Bandwidth, Trace
@@ -57,6 +58,9 @@ class Machine:
     waits: float = 0.0
     """By which share layers take longer in iterations in which most of them are not frugal: all
     that may moves, and compute waits for the link."""
+    boost: float = 0.0
+    """By which share layers are faster in such iterations, which wait for as long as they compute:
+    a device has a higher clock where it waits."""
 
     def held_bytes(self, index: int, setting: LayerSetting) -> int:
         more = self.unevenness if index < len(self.layers) - 2 else 0.0
@@ -103,7 +107,8 @@ class Machine:
         ]
         most = [self.held_bytes(index, NOTHING) for index in range(len(self.layers))]
         frugal = [one == WHOLE for one in relaxation.assignment]
-        slower = 1 + (self.waits if 2 * sum(frugal) < len(frugal) else 0)
+        is_moved = 2 * sum(frugal) < len(frugal)
+        slower = (1 + self.waits) / (1 + self.boost) if is_moved else 1.0
         early = 0
         for direction, following in itertools.pairwise(self.passes + " "):
             # Backward frees the logits before it comes to a layer.
@@ -128,7 +133,9 @@ class Machine:
             come(Place.INPUT_GRADIENT, -1, -self.outside - freed, 0, 1.0)
         found.append(Boundary(Place.END, -1, -1, now))
         timed = [
-            boundary._replace(peak_bytes=top, ms=ms)
+            boundary._replace(
+                peak_bytes=top, ms=ms, waited_ms=ms if self.boost and is_moved else 0.0
+            )
             for boundary, (top, ms) in zip(found[1:], pending, strict=True)
         ]
         peak += self.unseen
@@ -341,6 +348,62 @@ def test_waits_of_iterations_that_move_everything_are_no_time_of_layers() -> Non
     chosen, _ = relax(machine, limit)
     assert WHOLE not in chosen.assignment
     assert relax(replace(machine, waits=0.8), limit)[0].assignment == chosen.assignment
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
+def test_iterations_that_wait_and_are_faster_for_it_do_not_shorten_times(share: float) -> None:
+    """``share``: of what all layers hold at most, above what the most frugal assignment needs."""
+    slow = dense(16, movable_share=0.9)
+    fast = replace(slow, boost=0.09)
+    limit = frugal_bytes(slow) + int(share * 900 * 16)
+    expected, chosen = relax(slow, limit)[0], relax(fast, limit)[0]
+    assert chosen.assignment == expected.assignment
+    assert WHOLE not in chosen.assignment
+    boundaries, _ = slow.run(chosen)
+    total_ms = sum(cut.ms or 0.0 for cut in boundaries)
+    assert chosen.predicted is not None
+    assert chosen.predicted.ms == pytest.approx(total_ms, rel=0.03)
+    assert chosen.visits.pass_ms(chosen.assignment) == pytest.approx(total_ms, rel=0.001)
+
+
+def test_a_time_that_cannot_be_a_clock_yields_to_that_of_an_iteration_that_waits() -> None:
+    """As where the host was late in the only iteration that tried a setting."""
+    machine = dense(4)
+    relaxation = Relaxation(machine.layers, PolicyOptions())
+    relaxation.assignment = (NOTHING,) * 4
+    boundaries, _ = machine.run(relaxation)
+    late = [cut._replace(ms=3 * (cut.ms or 0.0)) for cut in boundaries]
+    waiting = [cut._replace(waited_ms=cut.ms or 0.0) for cut in boundaries]
+    for cuts in (late, waiting):
+        relaxation.visits.add(relaxation.assignment, cuts, machine.movable(relaxation))
+    own_ms = sum(cut.ms or 0.0 for cut in boundaries)
+    assert relaxation.visits.pass_ms(relaxation.assignment) == pytest.approx(own_ms * MAX_PACE)
+
+
+def test_a_pass_of_settings_that_were_not_timed_has_no_time() -> None:
+    machine = dense(4)
+    relaxation = Relaxation(machine.layers, PolicyOptions())
+    assert relaxation.visits.pass_ms(relaxation.frugal) is None
+    untimed = [cut._replace(ms=None) for cut in machine.run(relaxation)[0]]
+    relaxation.visits.add(relaxation.frugal, untimed, machine.movable(relaxation))
+    assert relaxation.visits.pass_ms(relaxation.frugal) is None
+
+
+@pytest.mark.parametrize(
+    ("own_ms", "waited_ms", "expected_ms", "expected"),
+    [
+        (100.0, 60.0, 109.0, 1.09),
+        (100.0, 60.0, 95.0, 1.0),
+        (100.0, 1.0, 109.0, 1.0),
+        (100.0, 60.0, 140.0, 1.0),
+        (0.0, 60.0, 140.0, 1.0),
+    ],
+    ids=["waits", "slower than expected", "hardly waits", "another cause", "nothing computed"],
+)
+def test_computation_is_slower_without_waits(
+    own_ms: float, waited_ms: float, expected_ms: float, expected: float
+) -> None:
+    assert pace(own_ms, waited_ms, expected_ms) == pytest.approx(expected)
 
 
 def test_the_plan_by_count_keeps_what_host_memory_does_not_hold() -> None:

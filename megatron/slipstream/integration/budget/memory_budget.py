@@ -284,7 +284,7 @@ class MemoryBudget:
         elif relaxation.is_settled:
             if not self._batches.varies:
                 self._engine.lifecycle.lower_target(relaxation.target_bytes(limits))
-            self._end(relaxation)
+            self._end(relaxation, self._engine.report.planned_ms)
         else:
             self._boundaries.begin(has_memory=False)
 
@@ -316,9 +316,12 @@ class MemoryBudget:
         self._limits.now = limits
         target_bytes = None if self._batches.varies else relaxation.target_bytes(limits)
         self._engine.lifecycle.change_target(target_bytes)
+        has_times = not self._batches.varies
+        pass_ms = relaxation.visits.pass_ms(relaxation.assignment) if has_times else None
+        self._engine.lifecycle.planner.pass_ms = pass_ms
         layer_settings.apply(relaxation.assignment, self._chunks)
         if relaxation.is_settled:
-            self._end(relaxation)
+            self._end(relaxation, planned_ms=0.0)
         else:
             self._boundaries.begin(has_memory=True)
 
@@ -418,7 +421,7 @@ class MemoryBudget:
             )
         ]
 
-    def _end(self, relaxation: Relaxation) -> None:
+    def _end(self, relaxation: Relaxation, planned_ms: float) -> None:
         """Measure no more, and say what was chosen."""
         self._boundaries.stop()  # Hooks of layers would cost each later pass.
-        self._messages.settled(relaxation, self._limits.now)
+        self._messages.settled(relaxation, self._limits.now, planned_ms)

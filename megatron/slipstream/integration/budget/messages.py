@@ -55,19 +55,20 @@ class Messages:
             logger.warning("rank %d: %s", self._rank, text)
         self._told.add((event, number))
 
-    def settled(self, relaxation: Relaxation, limits: Limits) -> None:
-        """Log what was chosen."""
+    def settled(self, relaxation: Relaxation, limits: Limits, planned_ms: float) -> None:
+        """Log what was chosen, and the time of an iteration by its plan; 0 if there is none yet."""
         counts = Counter(map(describe_setting, relaxation.assignment))
         predicted = relaxation.predicted
         log = logger.info if self._rank == 0 else logger.debug
         log(
             "activation_memory_budget=%s has settled: layers %s; the device peak may be %s, of "
-            "which activations %s; at most %s is predicted",
+            "which activations %s; at most %s is predicted%s",
             self._budget,
             ", ".join(f"{number} {name}" for name, number in sorted(counts.items())),
             format_bytes(limits.device_bytes),
             format_bytes(limits.allowed_bytes),
             format_bytes(predicted.peak_bytes if predicted is not None else 0),
+            f", and {planned_ms:.1f} ms for an iteration" if planned_ms else "",
         )
 
     def nothing_fits(self, lack: Lack, shape: tuple[int, int]) -> ValueError:

@@ -8,6 +8,7 @@ operation: [Note: One mark per group].
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any, Optional
 
 import torch
 
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import Timings
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.patches.model_calls import tensors_in
@@ -42,6 +44,10 @@ class LayerBoundaries:
     def _clear(self) -> None:
         self._found: list[Boundary] = []
         self._events: list[Any] = []
+        self._num_stalls: list[int] = []
+        """The number of waits for copies before each boundary."""
+        self._timings: Optional[Timings] = None
+        """Times of the iteration's copies; None if they are not timed."""
         self._groups: dict[tuple[int, int], int] = {}
         """For each pass and layer, the number of groups that began before it."""
         self._peak = self._absent = 0
@@ -102,6 +108,8 @@ class LayerBoundaries:
             self._groups[len(now.passes) - 1, layer] = num_groups
         self._found.append(Boundary(place, chunk, layer, nbytes, max(self._peak, nbytes)))
         self._events.append(backend.timed_event(backend.current_stream()))
+        self._timings = engine.store.copy_streams.timings
+        self._num_stalls.append(0 if self._timings is None else len(self._timings.stalls))
         self._peak = 0
 
     def _after_rerun(self, layer: int) -> None:
@@ -141,13 +149,20 @@ class LayerBoundaries:
         """Return the boundaries of the last iteration; None until the device has passed them."""
         backend = self._engine.store.backend
         found = self._found[:1]
-        for (start, stop), boundary in zip(
-            zip(self._events, self._events[1:], strict=False), self._found[1:], strict=True
+        stalls = [] if self._timings is None else self._timings.stalls
+        events, counts = itertools.pairwise(self._events), itertools.pairwise(self._num_stalls)
+        for (start, stop), (first, last), boundary in zip(
+            events, counts, self._found[1:], strict=True
         ):
             ms = None if stop is None else backend.elapsed_ms(start, stop)
-            if ms is None and stop is not None:
-                return None
-            found.append(boundary._replace(ms=ms))
+            if ms is None:
+                if stop is not None:
+                    return None
+                found.append(boundary)
+                continue
+            waits = [backend.elapsed_ms(one.start, one.stop) for one in stalls[first:last]]
+            waited_ms = sum(one or 0.0 for one in waits)
+            found.append(boundary._replace(ms=max(0.0, ms - waited_ms), waited_ms=waited_ms))
         return found
 
     @property

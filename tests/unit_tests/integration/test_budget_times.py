@@ -1,0 +1,83 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A budget predicts the time of its choice, also on a device that is slower under load."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from budgeted_training import Budgeted, Run, train_within
+from model_case import DENSE_MODULES, MLP_MODULES, ModelCase
+from ranks import run_ranks
+from simulated_device import SimulatedDevice, simulated_on_cpu
+
+from megatron.slipstream.fine_grained_activation_offload import planner
+from megatron.slipstream.integration.budget import messages
+from megatron.slipstream.plan.layer_visits import LayerVisits
+from megatron.slipstream.plan.settings import Assignment
+
+CASE = ModelCase("dense", num_layers=6, overrides={"normalization": "LayerNorm"})
+RUN = Run(
+    CASE, 0.75, (1,) * 15, "cpu", (*DENSE_MODULES, *MLP_MODULES), {"min_offloaded_tensor_size": 1}
+)
+GB_PER_S = 0.15
+"""With it, iterations that move everything wait for a third of their time."""
+MAX_ERROR = 0.03
+MAX_UNTIL_SETTLED = 12
+
+
+def train_on_device(
+    rank: int, world_size: int, port: int, run: Run, most_boost: float
+) -> tuple[Budgeted, list[tuple[object, ...]], list[tuple[float, float]], list[float]]:
+    """Train on a simulated device.
+
+    Returns:
+        What is measured; the figures that are logged of iterations that follow the plan; for each
+        iteration in which layers were timed, computation and waits in milliseconds; the times that
+        are logged of what was chosen.
+    """
+    told: list[tuple[object, ...]] = []
+    said: list[str] = []
+    timed: list[tuple[float, float]] = []
+    add = LayerVisits.add
+
+    def add_noted(self: LayerVisits, assignment: Assignment, cuts: Any, *rest: Any) -> None:
+        timed.append((sum(one.ms or 0.0 for one in cuts), sum(one.waited_ms for one in cuts)))
+        add(self, assignment, cuts, *rest)
+
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.args)  # type: ignore[method-assign]
+    handler.addFilter(lambda record: "follow the plan" in record.msg)
+    planner.logger.addHandler(handler)
+    settled = logging.Handler()
+    settled.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    messages.logger.addHandler(settled)
+    for module in (planner, messages):
+        module.logger.setLevel(logging.INFO)
+    device = SimulatedDevice(GB_PER_S, most_boost)
+    with simulated_on_cpu(device), patch.object(LayerVisits, "add", add_noted):
+        (result,) = train_within(rank, world_size, port, run)
+    predicted = [float(ms) for text in said for ms in re.findall(r"and ([\d.]+) ms for", text)]
+    return result, told, [one for one in timed if one[0]], predicted
+
+
+@pytest.mark.parametrize("most_boost", [0.0, 0.09])
+def test_the_time_of_a_choice_is_predicted_before_it_is_followed(most_boost: float) -> None:
+    """All moves while it is measured, and the device is faster by ``most_boost`` for its waits."""
+    ((result, told, timed, predicted),) = run_ranks(1, train_on_device, RUN, most_boost)
+    assert result.error == ""
+    assert result.difference is None
+    assert result.moved_bytes > 0
+    compute_ms, waited_ms = timed[-1]
+    assert waited_ms > 0.3 * compute_ms, "the choice is measured while all moves"
+    assert compute_ms == pytest.approx(result.followed_ms / (1 + most_boost), rel=0.03)
+    assert result.num_until_settled <= MAX_UNTIL_SETTLED
+    assert result.planned_ms == pytest.approx(result.followed_ms, rel=MAX_ERROR)
+    assert predicted == [pytest.approx(result.followed_ms, rel=MAX_ERROR)]
+    measured_ms, waited_ms, planned_ms = told[-1]
+    assert (measured_ms, planned_ms) == (result.followed_ms, result.planned_ms)
+    assert 0 <= waited_ms < 0.02 * measured_ms
