@@ -262,17 +262,11 @@ SETTINGS: dict[tuple[bool, int], Callable[[ModelCase], Setting]] = {
 }
 """The micro-batches of a training with graphs, with and without a GPU, by ranks that share them."""
 ON_CPU: dict[str, tuple[int, ModelCase, dict[str, Any] | None]] = {
-    "dense": (4, ModelCase(**SMALL, overrides=DROPOUT), None),
     "MLA, layers recomputed": (2, ModelCase("mla", **SMALL, overrides=RECOMPUTED), None),
     "experts on both ranks, reduction overlapped": (
         2,
         ModelCase("moe", ep=2, **SMALL, overrides={**PER_TOKEN, **DROP_AND_PAD}),
         {"overlap_grad_reduce": True},
-    ),
-    "dropless experts on both ranks": (
-        2,
-        ModelCase("moe", ep=2, **dropless(1.8), **SMALL, overrides=PER_TOKEN),
-        None,
     ),
     # Padding is one token many times: up to half of the rows are for the same expert.
     "dropless experts on ranks of all sizes": (
@@ -300,7 +294,7 @@ ON_CPU: dict[str, tuple[int, ModelCase, dict[str, Any] | None]] = {
 def test_sizes_in_every_order_train_as_without_graphs(name: str) -> None:
     num_ranks, case, wrapper = ON_CPU[name]
     num_sharing = num_ranks // (case.tp * case.pp)
-    sizes, num_steps = ((1, 2, 4), 7 if name == "dense" else 4) if num_sharing == 4 else ((1, 2), 4)
+    sizes, num_steps = ((1, 2, 4), 7) if num_sharing == 4 else ((1, 2), 4)
     check_bank(num_ranks, case, every_order(sizes, num_steps), wrapper)
 
 
@@ -315,15 +309,10 @@ MOVING: dict[str, tuple[int, ModelCase, Sequence[str]]] = {
         ModelCase(pp=2, **{**SMALL, "num_layers": 4}, overrides=PER_TOKEN),
         DENSE_MODULES,
     ),
-    "dropless experts": (  # The last layer stays.
-        2,
-        ModelCase("moe", ep=2, **dropless(1.8), **{**SMALL, "num_layers": 2}, overrides=PER_TOKEN),
-        ("core_attn", "expert_fc1", "moe_act"),
-    ),
     "hybrid": (
         2,
         ModelCase(
-            "hybrid", ep=2, **dropless(1.8), **{**SMALL, "num_layers": 8}, overrides=PER_TOKEN
+            "hybrid", ep=2, **dropless(1.8), **{**SMALL, "num_layers": 6}, overrides=PER_TOKEN
         ),
         MOE_MODULES,
     ),
@@ -345,7 +334,8 @@ def test_ranks_plan_from_the_times_of_their_own_replays(monkeypatch: pytest.Monk
     take_times_on_cpu(monkeypatch)
     layers = {**SMALL, "num_layers": 2}
     case = ModelCase("moe", ep=2, **dropless(2.0), **layers, overrides=PER_TOKEN)
-    for found in check_bank(2, case, every_order((1, 2), 2), None, MOE_MODULES, "cpu"):
+    modules = ("core_attn", "expert_fc1", "moe_act")
+    for found in check_bank(2, case, every_order((1, 2), 2), None, modules, "cpu"):
         assert found.num_timed == 2 * NUM_TIMED_CAPTURES * (1 + NUM_TIMED)
 
 
