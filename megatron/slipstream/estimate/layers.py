@@ -299,33 +299,37 @@ class _Layer:
         name: str,
         cost: Cost,
         saved: Tensors = (),
-        taken: Optional[Mapping[str, int]] = None,
         given: Optional[Mapping[str, int]] = None,
         *,
+        taken: Optional[Mapping[str, int]] = None,
         inside: int = 0,
         rerun_by: str = "",
         rerun_share: float = 1.0,
         is_marked: bool = True,
     ) -> None:
-        """Add a part; ``rerun_by`` has names with spaces between them."""
+        """Add a part, which by default takes what the part before it gives.
+
+        ``rerun_by`` has names with spaces between them.
+        """
         modules = frozenset(rerun_by.split())
+        if taken is None:
+            taken = self._parts[-1].given if self._parts else self._hidden_bytes(self._stream)
         # Nothing is marked in the rerun of a checkpoint.
         is_marked = is_marked and name in MODULES and not modules & CHECKPOINTS & self._setting
         self._parts.append(
-            Part(name, cost._replace(rerun_share=rerun_share), saved, self._stream, taken or {},
+            Part(name, cost._replace(rerun_share=rerun_share), saved, self._stream, taken,
                  given or {}, inside, modules, is_marked)
         )  # fmt: skip
 
-    def _add_norm(self, name: str, saved: Tensors, module: str, taken: str, given: str) -> None:
+    def _add_norm(self, name: str, saved: Tensors, module: str, given: str) -> None:
         """Add a norm that is a part of its own only if ``module`` is layernorm."""
-        hidden = self._hidden_bytes(given)
-        self._add(name, self._moved(2), saved, self._hidden_bytes(taken), hidden, rerun_by=module,
+        self._add(name, self._moved(2), saved, self._hidden_bytes(given), rerun_by=module,
                   is_marked=module == "layernorm")  # fmt: skip
 
     def _add_residual(self, name: str, mask: str, given: str) -> None:
         has_dropout = self._shape.hidden_dropout > 0
         saved = (self._dropout_mask(mask, self.hidden),) if has_dropout else ()
-        self._add(name, self._moved(3), saved, {}, self._hidden_bytes(given))
+        self._add(name, self._moved(3), saved, self._hidden_bytes(given))
         self._stream = given
 
     def _attention(self) -> None:
@@ -349,15 +353,14 @@ class _Layer:
             project, projections = self._linear(weights, self.hidden), self._qk_norms()
         by = "mla_up_proj" if latent else ""
         saved = (*norm, *normed, *projections)
-        self._add("qkv_linear", project, saved, self._hidden_bytes("normed_input"), heads_bytes,
-                  rerun_by=by, rerun_share=share)  # fmt: skip
+        self._add("qkv_linear", project, saved, heads_bytes, rerun_by=by, rerun_share=share)
         moved = sum(
             tokens * count * width * size
             for count, width in ((heads, key_width), (groups, key_width), (groups, value_width))
         )
         is_fused = bool(shape.apply_rope_fusion or latent)
         tables = () if is_fused else self._rotary_tables(shape.head_dim)
-        self._add("rotary", Cost(0.0, 2.0 * moved), tables, heads_bytes, heads_bytes, rerun_by=by)
+        self._add("rotary", Cost(0.0, 2.0 * moved), tables, heads_bytes, rerun_by=by)
         pairs, scores = shape.micro_batch_size * heads * attended_pairs(shape), 0.0
         has_scores = shape.attention_backend in ("unfused", "local")
         if has_scores:  # The softmax and the two products write and read all scores.
@@ -380,10 +383,9 @@ class _Layer:
         if self._recomputes("core_attn"):
             kept = KEPT_BY_RECOMPUTATION
             saved = tuple(each._replace(kept_by=kept) for each in (query, key, value))
-        self._add("core_attn", cost, saved, heads_bytes, _bytes_of(output), inside=inside,
-                  rerun_by="core_attn")  # fmt: skip
-        self._add("attn_proj", self._linear(hidden * heads * value_width, of_proj.numel),
-                  (of_proj,), _bytes_of(output))  # fmt: skip
+        self._add("core_attn", cost, saved, _bytes_of(output), inside=inside, rerun_by="core_attn")
+        project = self._linear(hidden * heads * value_width, of_proj.numel)
+        self._add("attn_proj", project, (of_proj,))
         self._add_residual("attn_residual", "attn_dropout_mask", "attended")
 
     def _mamba(self) -> None:
@@ -406,12 +408,11 @@ class _Layer:
         # too, and read and written by a norm.
         moved = scanned + 2 * convolved + 2 * inner + 2 * inner
         norm = self._norm("layer_input", shape.region_tokens, hidden)
-        stream, normed = (self._hidden_bytes(name) for name in ("layer_input", "normed_input"))
-        self._add("mamba_norm", self._moved(2), (), stream, normed)
+        self._add("mamba_norm", self._moved(2), (), self._hidden_bytes("normed_input"))
         into = self._tensor("mamba_projected", tokens * scanned)
         saved = (*norm, self._input("normed_input", self.hidden))
-        self._add("mamba_in_proj", self._linear(hidden * projected, self.hidden), saved, normed,
-                  _bytes_of(into))  # fmt: skip
+        project = self._linear(hidden * projected, self.hidden)
+        self._add("mamba_in_proj", project, saved, _bytes_of(into))
         out = self._input("mamba_normed", tokens * inner)
         self._add(
             "mamba_scan",
@@ -423,12 +424,11 @@ class _Layer:
                 self._tensor("mamba_output", tokens * inner),
                 self._float32("mamba_output_deviation", tokens * groups),
             ),
-            _bytes_of(into),
             _bytes_of(out),
             # What backward computes again, and its gradient.
             inside=2 * (tokens * convolved * size + 4 * tokens * inner * state // MAMBA_CHUNK),
         )  # fmt: skip
-        self._add("mamba_out_proj", self._linear(hidden * inner, out.numel), (out,), _bytes_of(out))
+        self._add("mamba_out_proj", self._linear(hidden * inner, out.numel), (out,))
         self._add_residual("mamba_residual", "mamba_dropout_mask", "attended")
 
     def _gated_delta_net(self) -> None:
@@ -449,8 +449,8 @@ class _Layer:
         moved = 4 * (2 * keys + values) + 2 * (2 * repeated + values) + values
         norm, normed = self._input_norm()
         into = self._tensor("gdn_projected", tokens * projected)
-        self._add("gdn_in_proj", self._linear(hidden * projected, self.hidden), (*norm, *normed),
-                  self._hidden_bytes("normed_input"), _bytes_of(into))  # fmt: skip
+        project = self._linear(hidden * projected, self.hidden)
+        self._add("gdn_in_proj", project, (*norm, *normed), _bytes_of(into))
         steps: Tensors = (self._tensor("gdn_decay_input", gates),)
         if not shape.uses_transformer_engine:
             names = ("gdn_decay_input", "gdn_decay_rate")
@@ -484,13 +484,12 @@ class _Layer:
                 self._tensor("gdn_output_normed", numel),
                 *factors,
             ),
-            _bytes_of(into),
             output,
             inside=sum(_bytes_of(*inner).values()),
         )  # fmt: skip
-        self._add("gdn_norm", Cost(0.0, 5.0 * tokens * values * size), (), output, out)
-        self._add("gdn_out_proj", self._linear(hidden * values, numel),
-                  (self._input("gdn_normed", numel),), out)  # fmt: skip
+        self._add("gdn_norm", Cost(0.0, 5.0 * tokens * values * size), (), out)
+        normed = (self._input("gdn_normed", numel),)
+        self._add("gdn_out_proj", self._linear(hidden * values, numel), normed)
         self._add_residual("attn_residual", "attn_dropout_mask", "attended")
 
     def _further_tokens(self) -> None:
@@ -500,12 +499,10 @@ class _Layer:
         norms = [self._norm(name, shape.region_tokens, shape.hidden_size) for name in names]
         joined = self._input("further_joined", 2 * self.hidden)
         moved = 3 * self._moved(2).traffic_bytes + 2.0 * joined.numel * shape.element_bytes
-        self._add("further_norms", Cost(0.0, moved), sum(norms, ()),
-                  self._hidden_bytes("layer_input"), _bytes_of(joined))  # fmt: skip
+        self._add("further_norms", Cost(0.0, moved), sum(norms, ()), _bytes_of(joined))
         self._stream = "further_state"
-        weights = 2 * shape.hidden_size**2 // shape.parallelism.tp
-        self._add("further_proj", self._linear(weights, joined.numel), (joined,), _bytes_of(joined),
-                  self._hidden_bytes("attended"))  # fmt: skip
+        project = self._linear(2 * shape.hidden_size**2 // shape.parallelism.tp, joined.numel)
+        self._add("further_proj", project, (joined,), self._hidden_bytes("attended"))
 
     def _feed_forward(self) -> None:
         shape, has_experts = self._shape, "E" in self._kind
@@ -515,10 +512,10 @@ class _Layer:
         make = self._tensor if has_experts else self._input  # The router is in 16 bits.
         normed: Tensors = () if again else (make("normed_attended", self.hidden),)
         if is_fused:  # The norm runs again with its linear layer.
-            self._add_norm("mlp_norm", (), "mlp", "attended", "normed_attended")
+            self._add_norm("mlp_norm", (), "mlp", "normed_attended")
             normed = norm[:1] if self._recomputes("mlp") else (*norm, *normed)
         else:
-            self._add_norm("mlp_norm", norm, "layernorm", "attended", "normed_attended")
+            self._add_norm("mlp_norm", norm, "layernorm", "normed_attended")
         if has_experts:
             self._experts(normed)
         else:
@@ -527,15 +524,12 @@ class _Layer:
 
     def _mlp(self, normed: Tensors) -> None:
         rows, width = self._shape.feed_forward_sizes(self._kind)
-        again = self._recomputes("mlp")
-        into, out = self._between("mlp", rows, width)
-        activated = () if again else self._activation("mlp", rows, width)
-        product = () if again else (self._input("mlp_activated", rows * width),)
         first, activation, second = self._products(rows, width)
-        taken = self._hidden_bytes("normed_attended")
-        self._add("mlp_fc1", first, normed, taken, into, rerun_by="mlp")
-        self._add("mlp_act", activation, activated, into, out, rerun_by="mlp")
-        self._add("mlp_fc2", second, product, out, rerun_by="mlp")
+        activated, product, into, out = self._between("mlp", rows, width)
+        saved = ((), ()) if self._recomputes("mlp") else (activated, product)
+        self._add("mlp_fc1", first, normed, into, rerun_by="mlp")
+        self._add("mlp_act", activation, saved[0], out, rerun_by="mlp")
+        self._add("mlp_fc2", second, saved[1], rerun_by="mlp")
 
     def _experts(self, normed: Tensors) -> None:
         shape, experts = self._shape, self._shape.experts
@@ -546,14 +540,12 @@ class _Layer:
         routed = one_copy * experts.topk
         weights = hidden * experts.num_experts
         scores = self._float32("router_scores", shape.region_tokens * experts.num_experts)
-        taken = self._hidden_bytes("normed_attended")
         sent, received = ({f"expert_{end}": rows * hidden * size} for end in ("input", "output"))
         router = Cost(2.0 * shape.region_tokens * weights, one_copy + 2.0 * routed, weights=weights)
-        self._add("router", router, normed if again else (*normed, scores), taken, sent,
-                  rerun_by="moe")  # fmt: skip
+        self._add("router", router, normed if again else (*normed, scores), sent, rerun_by="moe")
         if experts.shared_ffn_hidden_size:
             self._shared_experts(normed, experts.shared_ffn_hidden_size // shape.parallelism.tp)
-        into, out = self._between("expert", rows, width)
+        _, product, into, out = self._between("expert", rows, width)
         num_local = experts.num_experts // shape.parallelism.ep
         first, activation, second = (
             cost._replace(weights=cost.weights * num_local) for cost in self._products(rows, width)
@@ -561,13 +553,12 @@ class _Layer:
         is_again, is_whole = self._recomputes("moe_act"), not shape.mlp_sequence_tiles
         entering = () if again else (self._input("expert_input", rows * hidden),)
         activated = () if again else self._expert_activation(rows, width)
-        product = () if again or is_again else (self._input("expert_activated", rows * width),)
-        self._add("expert_fc1", first, entering, sent, into, rerun_by="moe", is_marked=is_whole)
-        self._add("moe_act", activation, activated, into, out, rerun_by="moe moe_act",
+        product = () if again or is_again else product
+        self._add("expert_fc1", first, entering, into, taken=sent, rerun_by="moe",
                   is_marked=is_whole)  # fmt: skip
-        self._add("expert_fc2", second, product, out, received, rerun_by="moe",
-                  is_marked=not is_again)  # fmt: skip
-        self._add("combine", Cost(0.0, routed + one_copy), (), received, rerun_by="moe")
+        self._add("moe_act", activation, activated, out, rerun_by="moe moe_act", is_marked=is_whole)
+        self._add("expert_fc2", second, product, received, rerun_by="moe", is_marked=not is_again)
+        self._add("combine", Cost(0.0, routed + one_copy), rerun_by="moe")
 
     def _shared_experts(self, normed: Tensors, width: int) -> None:
         shape, tokens = self._shape, self._shape.tokens
@@ -575,8 +566,8 @@ class _Layer:
         if not self._recomputes("shared_experts"):
             if shape.fp8_recipe and normed:
                 normed = (self._input("normed_attended_quantized", self.hidden),)
-            activated = self._input("shared_activated", tokens * width)
-            saved = (*normed, *self._activation("shared", tokens, width), activated)
+            activated, product, *_ = self._between("shared", tokens, width)
+            saved = (*normed, *activated, *product)
         first, activation, second = self._products(tokens, width)
         cost = first._replace(
             flops=first.flops + second.flops,
@@ -585,7 +576,7 @@ class _Layer:
         )
         inside = tokens * width * shape.element_bytes * (self._gate_factor + 1)
         saved = () if self._recomputes("moe") else saved
-        self._add("shared_experts", cost, saved, self._hidden_bytes("normed_attended"),
+        self._add("shared_experts", cost, saved, taken=self._hidden_bytes("normed_attended"),
                   inside=inside, rerun_by="moe shared_experts")  # fmt: skip
 
     # Costs
@@ -637,7 +628,7 @@ class _Layer:
         again = self._recomputes("layernorm") and not is_fused
         norm = self._norm("layer_input", shape.region_tokens, shape.hidden_size, again)
         module = "" if is_fused else "layernorm"
-        self._add_norm("attn_norm", () if is_fused else norm, module, "layer_input", "normed_input")
+        self._add_norm("attn_norm", () if is_fused else norm, module, "normed_input")
         normed = () if again else (self._input("normed_input", copies * self.hidden),)
         return norm if is_fused else (), normed
 
@@ -743,28 +734,27 @@ class _Layer:
         probabilities = self._tensor("routing_probabilities", rows)
         if shape.mlp_sequence_tiles:  # What goes in is 'expert_input'.
             return (probabilities,)
-        tensors = self._activation("expert", rows, width)
+        tensors, *_ = self._between("expert", rows, width)
         if self._recomputes("moe_act"):
             return tensors[0], probabilities
         if not shape.bias_activation_fusion:
             tensors = (*tensors, self._tensor("expert_unweighted", rows * width))
         return (*tensors, probabilities)
 
-    def _activation(self, prefix: str, rows: int, width: int) -> Tensors:
-        shape = self._shape
-        projected = self._tensor(f"{prefix}_projected", rows * width * self._gate_factor)
-        if shape.bias_activation_fusion or not shape.gated_linear_unit:
-            return (projected,)
-        halves = (f"{prefix}_gate", f"{prefix}_linear")
-        return (projected, *(self._tensor(name, rows * width) for name in halves))
+    def _between(
+        self, prefix: str, rows: int, width: int
+    ) -> tuple[Tensors, Tensors, dict[str, int], dict[str, int]]:
+        """Return what an activation function and the linear layer after it save.
 
-    def _between(self, prefix: str, rows: int, width: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes that go into an activation function and come out of it."""
-        activated = rows * width * self._shape.element_bytes
-        return (
-            {f"{prefix}_projected": activated * self._gate_factor},
-            {f"{prefix}_activated": activated},
-        )
+        Also the bytes that go into the function and come out of it.
+        """
+        shape, numel = self._shape, rows * width
+        tensors: Tensors = (self._tensor(f"{prefix}_projected", numel * self._gate_factor),)
+        into, out = _bytes_of(*tensors), _bytes_of(self._tensor(f"{prefix}_activated", numel))
+        if shape.gated_linear_unit and not shape.bias_activation_fusion:
+            halves = (f"{prefix}_gate", f"{prefix}_linear")
+            tensors += tuple(self._tensor(name, numel) for name in halves)
+        return tensors, (self._input(f"{prefix}_activated", numel),), into, out
 
     def _hidden_bytes(self, name: str) -> dict[str, int]:
         return {name: self.hidden * self._shape.element_bytes}
