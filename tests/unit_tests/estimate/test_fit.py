@@ -240,6 +240,13 @@ def test_every_smaller_size_fits_and_the_next_one_does_not(name: str, field: str
         for count in {*counts[:2], *counts[-2:], *counts[:: max(1, len(counts) // 4)]}:
             assert fits(search, way, count * step), (way, count)
         assert not fits(search, way, largest + step)
+    for way in {*WAYS} - {BUDGET}:
+        size = search.largest(way)
+        assert search.largest(BUDGET) >= size
+        ours, row = search.at(BUDGET, size), search.at(way, size)
+        assert ours is not None
+        assert row is not None
+        assert ours.step_ms <= row.step_ms, "the budget takes what any way takes, and no longer"
 
 
 @pytest.mark.parametrize("field", ["seq_length", "micro_batch_size"])
@@ -256,18 +263,6 @@ def test_a_pattern_fits_as_far_as_the_same_transformer(field: str) -> None:
     # Each of its layers is a checkpoint of its own.
     assert 0 < hybrid.largest(FULL) <= gpt.largest(FULL)
     assert hybrid.largest(BUDGET) > hybrid.largest(BUILT_IN)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_budget_takes_what_any_way_takes_and_no_longer(name: str) -> None:
-    search = finder(MODELS[name], 120, state_gib=20)
-    sizes = {way: search.largest(way) for way in WAYS}
-    for way in {*WAYS} - {BUDGET}:
-        assert sizes[BUDGET] >= sizes[way]
-        ours, row = search.at(BUDGET, sizes[way]), search.at(way, sizes[way])
-        assert ours is not None
-        assert row is not None
-        assert ours.step_ms <= row.step_ms
 
 
 def test_a_budget_is_used_up_by_layers_that_keep_more() -> None:

@@ -53,13 +53,15 @@ def lazy() -> LazyCpuBackend:
 # Memory.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    ],
+    ids=str,
+)
 def test_poison_is_nan_in_every_float_format(dtype: torch.dtype) -> None:
-    assert poison().view(dtype).isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_poison_is_nan_in_both_fp8_formats(dtype: torch.dtype) -> None:
     assert poison().view(dtype).float().isnan().all()
 
 
@@ -72,13 +74,6 @@ def test_a_byte_view_shares_the_bytes_it_names() -> None:
 
 
 # cpu: everything at once.
-
-
-def test_cpu_copies_at_once() -> None:
-    backend = CpuBackend()
-    destination = filled(0)
-    backend.run_copies([(Bytes.of(destination), Bytes.of(filled(7)))], backend.new_stream())
-    assert destination.equal(filled(7))
 
 
 def test_cpu_copies_in_the_order_given() -> None:
@@ -129,13 +124,6 @@ class FakeMeter:
         self.peak_bytes = self.allocated_bytes
 
 
-def test_memory_is_known_only_with_a_meter() -> None:
-    backend = CpuBackend()
-    assert backend.memory() is None
-    backend.meter = FakeMeter()
-    assert backend.memory() == (10, 20)
-
-
 @pytest.mark.parametrize("fraction, expected", [(1.0, 80), (0.75, 75), (0.9, 80)])
 def test_the_allocators_own_limit_is_the_end_of_the_device(
     fraction: float, expected: int, monkeypatch: pytest.MonkeyPatch
@@ -152,7 +140,7 @@ def test_the_allocators_own_limit_is_the_end_of_the_device(
 
 def test_a_peak_goes_on_where_the_meters_begins_again() -> None:
     backend = CpuBackend()
-    assert (backend.begin_peak(), backend.peak_bytes()) == (0, 0)
+    assert (backend.memory(), backend.begin_peak(), backend.peak_bytes()) == (None, 0, 0)
     backend.meter = meter = FakeMeter()
     assert (backend.begin_peak(), backend.peak_bytes()) == (10, 10)
     meter.peak_bytes = 30
@@ -177,13 +165,6 @@ def test_a_copy_does_not_run_until_something_waits(lazy: LazyCpuBackend) -> None
     event = ordered_copy(lazy, lazy.new_stream(), destination, filled(7))
     assert destination.equal(poison())
     lazy.wait(lazy.current_stream(), event)
-    assert destination.equal(filled(7))
-
-
-def test_a_copy_runs_when_the_host_waits(lazy: LazyCpuBackend) -> None:
-    stream, destination = lazy.new_stream(), lazy.allocate_host(NBYTES)
-    ordered_copy(lazy, stream, destination, filled(7))
-    lazy.wait_on_host(stream)
     assert destination.equal(filled(7))
 
 
@@ -314,15 +295,6 @@ def test_memory_dropped_before_its_copy_out_has_run_copies_poison(lazy: LazyCpuB
     lazy.drop_device(storage)
     lazy.wait(lazy.current_stream(), event)
     assert host.equal(poison())
-
-
-def test_memory_dropped_after_its_copy_out_has_been_copied(lazy: LazyCpuBackend) -> None:
-    storage, host = lazy.allocate_device(NBYTES, CPU), lazy.allocate_host(NBYTES)
-    Bytes(storage, 0, NBYTES).view().fill_(7)
-    event = ordered_copy(lazy, lazy.new_stream(), host, Bytes(storage, 0, NBYTES).view())
-    lazy.wait(lazy.current_stream(), event)
-    lazy.drop_device(storage)
-    assert host.equal(filled(7))
 
 
 def test_dropping_memory_that_a_copy_has_yet_to_write_is_refused(lazy: LazyCpuBackend) -> None:

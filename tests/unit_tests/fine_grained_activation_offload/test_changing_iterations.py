@@ -16,9 +16,9 @@ from marked_group import offload_group
 from timed_backend import TimedBackend
 from toy_model import make_chunks, make_manager, run_schedule
 
+from megatron.slipstream.fine_grained_activation_offload import plan_cache
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.plan_cache import (
-    MAX_PLANS,
     Phase,
     PlanCache,
 )
@@ -264,14 +264,15 @@ def test_only_an_iteration_like_the_last_two_leaves_the_cache_as_it_is() -> None
     assert two not in cache
 
 
-def test_the_plan_that_was_used_last_is_forgotten_last() -> None:
+def test_the_plan_that_was_used_last_is_forgotten_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 4)
     manager = make_engine()
     run(manager, [1] * 4, num_layers=1)
     num_plans = manager.report.num_plans
-    for count in range(2, MAX_PLANS + 4):
+    for count in range(2, 8):
         run(manager, [count, 1], num_layers=1)
-    assert manager.report.num_plans == num_plans + MAX_PLANS + 2, "one for each other count"
-    assert len(manager.engine.lifecycle.plans) == MAX_PLANS
+    assert manager.report.num_plans == num_plans + 6, "one for each other count"
+    assert len(manager.engine.lifecycle.plans) == 4
 
 
 def test_no_clock_is_kept_where_nothing_takes_time() -> None:

@@ -99,10 +99,6 @@ def test_the_total_is_the_sum_of_every_figure() -> None:
     assert rank.peak_drop_bytes == 3000
 
 
-def test_a_rank_without_modules_totals_to_nothing() -> None:
-    assert RankReport().total == ModuleCounters()
-
-
 def test_the_text_has_the_ranks_by_pipeline_stage() -> None:
     ranks = [make_rank(number) for number in range(4)]
     assert "stage" not in Report(ranks).render()
@@ -148,24 +144,17 @@ HEAD = '"schema": "slipstream-report", "version": 1'
     "text",
     [
         '{"ranks": [{}]}',
-        '{"ranks": [{"modules": {}, "rank": 3}]}',
         f"{{{HEAD}}}",
-        f'{{{HEAD}, "ranks": null}}',
         f'{{{HEAD}, "ranks": 3}}',
         f'{{{HEAD}, "ranks": [3]}}',
-        f'{{{HEAD}, "ranks": [null]}}',
-        f'{{{HEAD}, "ranks": ["rank"]}}',
-        f'{{{HEAD}, "ranks": [[]]}}',
         f'{{{HEAD}, "ranks": [], "num_sheep": 3}}',
         f'{{{HEAD}, "ranks": [{{"modules": []}}]}}',
-        f'{{{HEAD}, "ranks": [{{"modules": null}}]}}',
         f'{{{HEAD}, "ranks": [{{"modules": {{"core_attn": 3}}}}]}}',
         f'{{{HEAD}, "ranks": [{{"modules": {{"core_attn": {{"num_sheep": 3}}}}}}]}}',
         f'{{{HEAD}, "ranks": [{{"num_sheep": 3}}]}}',
         f'{{{HEAD}, "ranks": [{{"rank": "0"}}]}}',
         f'{{{HEAD}, "ranks": [{{"step_ms": [1, "2"]}}]}}',
         f'{{{HEAD}, "ranks": [{{"planned_ms": NaN}}]}}',
-        f'{{{HEAD}, "ranks": [{{"step_ms": [Infinity]}}]}}',
         f'{{{HEAD}, "ranks": [{{"warnings": {{"text": null}}}}]}}',
         f'{{{HEAD}, "ranks": [{{"options": {{"num_sheep": 3}}}}]}}',
         f'{{{HEAD}, "ranks": [{{"options": {{"release_lag": "1"}}}}]}}',
@@ -196,20 +185,10 @@ def test_another_file_than_a_report_is_named_with_its_cure() -> None:
         Report.from_json(text, "report.json")
 
 
-def test_a_report_says_what_it_is_and_of_which_version() -> None:
-    data = json.loads(Report([make_rank(0)]).to_json())
-    assert (data["schema"], data["version"]) == ("slipstream-report", 1)
-
-
 def test_a_field_that_a_report_lacks_has_its_default() -> None:
     (rank,) = Report.from_json(f'{{{HEAD}, "ranks": [{{"modules": {{}}, "rank": 3}}]}}').ranks
     assert rank == RankReport(3)
     assert rank.options is None
-
-
-def test_the_measured_peak_is_the_highest_of_its_steps() -> None:
-    assert make_rank(0).measured_peak_bytes == 110
-    assert RankReport().measured_peak_bytes == 0
 
 
 # Files.
@@ -260,12 +239,6 @@ def test_a_report_that_json_cannot_hold_leaves_the_old_file(tmp_path: Path) -> N
 def test_merging_puts_the_ranks_in_order() -> None:
     reports = [Report([make_rank(2)]), Report([make_rank(0), make_rank(3)]), Report([make_rank(1)])]
     assert Report.merge(reports).ranks == [make_rank(rank) for rank in range(4)]
-
-
-def test_merging_leaves_the_reports_as_they_were() -> None:
-    report = Report([make_rank(2)])
-    Report.merge([report, Report([make_rank(0)])])
-    assert report == Report([make_rank(2)])
 
 
 # Text.
@@ -322,20 +295,11 @@ def test_host_memory_without_a_limit_in_steady_state() -> None:
     ) in Report([rank]).render().split("\n")
 
 
-def test_waste_is_a_share_of_what_was_lent_at_most() -> None:
-    assert make_rank(0).host_waste_fraction == 0.05
-    assert RankReport().host_waste_fraction == 0.0
-
-
 def test_the_first_rank_shows_its_plan() -> None:
     text = Report([make_rank(0), make_rank(1)]).render()
     assert "iterations: 4, plans made: 2" in text
     assert text.endswith("\n\nPlan of rank 0\nthe plan\nof 0")
     assert "of 1" not in text
-
-
-def test_a_rank_without_a_plan_shows_none() -> None:
-    assert "Plan of rank" not in Report([RankReport()]).render()
 
 
 def test_an_empty_report_can_be_shown() -> None:

@@ -16,7 +16,7 @@ from megatron.slipstream.fine_grained_activation_offload.verify import Verifier,
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.edges import Edge
 
-BACKENDS = ["cpu", "cpu-lazy", LAZY_NATIVE]
+BACKENDS = ["cpu-lazy", LAZY_NATIVE]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

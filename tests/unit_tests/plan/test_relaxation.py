@@ -191,7 +191,7 @@ def kept_bytes(machine: Machine, num_kept: int) -> int:
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.2])
 def test_no_iteration_needs_more_than_the_limit(share: float) -> None:
     """``share``: of what all layers hold at most, above what the most frugal assignment needs."""
-    for machine in machines(8):
+    for machine in machines(5):
         most = sum(machine.held[layer.kind, NOTHING] for layer in machine.layers)
         allowed = frugal_bytes(machine) + int(share * most)
         relaxation, needed = relax(machine, allowed)
