@@ -292,7 +292,8 @@ def test_an_interrupted_install_is_started_afresh(
         (clone.parent / "constraints.txt").write_text("# changed\n")
     fail = Path(machine["FAIL_PIP"])
     fail.touch()
-    assert run("python", env=machine, script=clone).returncode != 0
+    assert run("python", "-c", "the command", env=machine, script=clone).returncode != 0
+    assert "the command" not in Path(machine["CALLS"]).read_text()
     half_installed = clone.parent / ".venv" / "half-installed"
     half_installed.touch()
     fail.unlink()
@@ -311,14 +312,6 @@ def test_an_environment_whose_python_is_gone_is_made_again(
     make_script(clone.parent / ".venv" / "bin" / "python", BROKEN_SHIM)
     assert run("python", env=machine, script=clone).returncode == 0
     assert installs(machine) == 1
-
-
-def test_no_command_runs_in_an_environment_that_failed_to_install(
-    machine: dict[str, str], clone: Path
-) -> None:
-    Path(machine["FAIL_PIP"]).touch()
-    assert run("python", "-c", "the command", env=machine, script=clone).returncode != 0
-    assert "the command" not in Path(machine["CALLS"]).read_text()
 
 
 # --- sub-commands ---------------------------------------------------------------------------------
@@ -498,7 +491,7 @@ def test_tests_of_another_release_than_asked_for_do_not_run(
     assert "-m|pytest" not in Path(machine["CALLS"]).read_text()
 
 
-@pytest.mark.parametrize("arguments", [[], ["newest"], ["-k", "mla"], ["../0.18.2"]], ids=str)
+@pytest.mark.parametrize("arguments", [[], ["-k", "mla"], ["../0.18.2"]], ids=str)
 def test_a_release_must_be_named(
     machine: dict[str, str], clone: Path, arguments: list[str]
 ) -> None:
@@ -564,21 +557,17 @@ def test_an_unknown_sub_command_is_an_error(machine: dict[str, str]) -> None:
     assert "no sub-command 'tset'" in result.stderr
 
 
-def test_the_current_environment_is_used_as_it_is_or_refused_by_name(
+def test_the_current_environment_is_used_as_it_is(
     machine: dict[str, str], clone: Path, tmp_path: Path
 ) -> None:
     env = machine | {"SLIPSTREAM_USE_CURRENT_ENV": "1"}
-    python = make_script(tmp_path / "shims" / "python3", FAKE_PYTHON)
+    make_script(tmp_path / "shims" / "python3", FAKE_PYTHON)
     assert run("train", "--seed", "1", env=env, script=clone).returncode == 0
     assert installs(env) == 0
     assert not (clone.parent / ".venv").exists()
-    make_script(python, FAKE_PYTHON + 'case "$*" in *"megatron.core") exit 1 ;; esac\n')
-    result = run("train", env=env, script=clone)
-    assert result.returncode == 1
-    assert "has no module 'megatron.core'" in result.stderr
 
 
-@pytest.mark.parametrize("module", ["pydantic", "yaml", "rich"])
+@pytest.mark.parametrize("module", ["megatron.core", "rich"])
 def test_what_the_current_environment_lacks_is_named_with_the_cure(
     module: str, machine: dict[str, str], clone: Path, tmp_path: Path
 ) -> None:

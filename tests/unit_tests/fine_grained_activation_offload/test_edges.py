@@ -235,24 +235,6 @@ def test_cpp_has_the_edges_of_plans_and_issues_each() -> None:
     assert members.split(", ") == [rule.id for rule in EDGES] == sorted(issued)
 
 
-@pytest.mark.parametrize(
-    "added, is_found",
-    [
-        ("stream.wait_event(event)", True),
-        ("torch.cuda.synchronize()", True),
-        ("tensor.record_stream(stream)", True),
-        ("stream.wait_event(event)  # edge E99", True),
-        ("stream.wait_event(event)  # edge E12", False),
-    ],
-)
-def test_a_wait_without_a_row_is_found(added: str, is_found: bool, tmp_path: Path) -> None:
-    file = tmp_path / "module.py"
-    file.write_text(f"def work(stream, event, tensor):\n    {added}\n")
-    ((_, text),) = waits_in_python(file)
-    ids = set(re.findall(r"\b[EH]\d+\b", text))
-    assert (not ids or not ids <= IDS) is is_found
-
-
 def test_a_copy_out_waits_for_every_copy_of_the_bytes_it_writes() -> None:
     """A buffer may lie where several lay, each of which a copy in has yet to read (E2)."""
     hand = HandDriven()

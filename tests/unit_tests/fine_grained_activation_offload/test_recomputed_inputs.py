@@ -47,7 +47,7 @@ class SavesALeaf(torch.autograd.Function):
             return torch.autograd.grad(leaf * 2, leaf, gradients[0])[0]
 
 
-@pytest.fixture(params=["cpu", "cpu-lazy", LAZY_NATIVE])
+@pytest.fixture(params=["cpu-lazy", LAZY_NATIVE])
 def bench(request: pytest.FixtureRequest) -> HandDriven:
     return HandDriven(request.param)
 
@@ -192,7 +192,7 @@ def _layers() -> torch.nn.ModuleList:
     return torch.nn.ModuleList(Layer() for _ in range(4))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-lazy", LAZY_NATIVE])
+@pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
 def test_a_group_is_used_where_a_recomputation_reads_it(backend: str) -> None:
     manager = make_manager(backend)
     expected, actual = _train(_layers(), None), _train(_layers(), manager)
