@@ -13,6 +13,7 @@ import pytest
 import torch
 from gpu_models import MLA_SIZES, on_gpu
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from model_case import DENSE_MODULES, ModelCase
 from ranks import run_ranks
 from tiny_gpt import (
@@ -43,9 +44,7 @@ EXPERTS: dict[str, Any] = {
 }
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 CASES = {
-    "shared experts": ModelCase("moe", num_layers=2, overrides=SHARED),
     "dense and experts": ModelCase("mixed", num_layers=4),
-    "latent attention": ModelCase("mla", num_layers=2),
     "latent attention and experts": ModelCase("mla", num_layers=2, overrides=EXPERTS | SHARED),
     "MLPs in tiles": ModelCase(
         "mixed", num_layers=2, mlp_sequence_tiles=3, loss_sequence_tiles=2, overrides=SHARED
@@ -54,9 +53,7 @@ CASES = {
     "packed experts": ModelCase("moe", num_layers=2, is_packed=True, micro_batch_size=1),
 }
 KINDS = {
-    "shared experts": ["moe"] * 2,
     "dense and experts": ["dense", "moe"] * 2,
-    "latent attention": ["mla dense"] * 2,
     "latent attention and experts": ["mla moe"] * 2,
     "MLPs in tiles": ["dense", "moe"],
     "dropout": ["dense"] * 2,
@@ -192,6 +189,9 @@ def try_all(
     difference = first_difference(plain, train_steps(case, None, chunks, counts))
     has = [{part for number, part in calls.counts if number == n} for n in range(len(options))]
     assert calls.recomputed(counts[0], len(options)) == [set() for _ in options]
+    for one, parts in zip(options, has, strict=True):
+        no_parts = set() if isinstance(one.layer.mlp, MLP) else {"mlp"}
+        assert parts - no_parts <= set().union(one.refused, *one.settings)
     tried = assignments(options)
     for step, assignment in enumerate([tried[number] for number in chosen] or tried):
         apply(assignment, chunks)
@@ -210,7 +210,7 @@ def try_all(
     return difference, [one.kind for one in options]
 
 
-PLAIN = "dense and experts", "latent attention and experts", "dropout"
+PLAIN = "dense and experts", "dropout"
 """Models that also recompute without an engine."""
 OF_A_RELEASE = "dense and experts", "latent attention and experts", "packed experts"
 """They have each kind of layer, and each part of one that can be recomputed."""
