@@ -43,12 +43,12 @@ DYNAMIC = "--sequence-packing balanced --dynamic-context-parallel".split()
 VPP2 = "--num-layers-per-virtual-pipeline-stage 1".split()
 
 GREEDY = "--sequence-packing greedy".split()
+TWO_LAYERS = ["--num-layers", "2"]
 HYBRID = ["--hybrid-layer-pattern", "*-*E", *MOE]
 
 LAYOUTS = [
-    pytest.param(1, GREEDY, id="greedy"),
-    pytest.param(2, DYNAMIC, id="dynamic context parallelism"),
-    pytest.param(1, [*GREEDY, *HYBRID], id="hybrid model"),
+    pytest.param(1, [*GREEDY, *TWO_LAYERS], id="greedy"),
+    pytest.param(2, [*DYNAMIC, *TWO_LAYERS], id="dynamic context parallelism"),
     pytest.param(2, [*DYNAMIC, *HYBRID], id="hybrid model, dynamic context parallelism"),
     pytest.param(2, [*PP2, *VPP2, *MOE], id="balanced, PP2 VPP2, MoE", marks=pytest.mark.releases),
 ]
@@ -130,9 +130,9 @@ def _main_replayed(rank: int, num_ranks: int, port: int, folder: Path, flags: li
 @pytest.mark.parametrize(
     "num_ranks, flags, more",
     [
-        (1, ["--sequence-packing", "greedy"], []),
+        (1, [*GREEDY, *TWO_LAYERS], []),
         (2, [*PP2, *VPP2, *MOE], []),
-        (2, [*DYNAMIC, *SYNC_FREE], ["--dynamic-context-parallel-verify"]),
+        (2, [*DYNAMIC, *TWO_LAYERS, *SYNC_FREE], ["--dynamic-context-parallel-verify"]),
     ],
     ids=[
         "greedy",

@@ -20,7 +20,7 @@ COMMON = """
     --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear
     --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 4
-    --eval-interval 2 --eval-iters 1 --log-interval 1
+    --eval-interval 3 --eval-iters 1 --log-interval 1
 """.split()
 MOE = """
     --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall
@@ -43,16 +43,16 @@ LAYOUTS = {
     ),
     "DP2, distributed optimizer, overlapped": (
         2,
-        "--num-layers 4 --use-distributed-optimizer --overlap-grad-reduce "
+        "--num-layers 2 --use-distributed-optimizer --overlap-grad-reduce "
         "--overlap-param-gather".split(),
     ),
     "TP2": (
         2,
-        "--num-layers 4 --tensor-model-parallel-size 2".split() + TWO_MICRO_BATCHES,
+        "--num-layers 2 --tensor-model-parallel-size 2".split() + TWO_MICRO_BATCHES,
     ),
     "EP2, sync-free": (
         2,
-        ["--num-layers", "4", "--expert-model-parallel-size", "2", *MOE, "--moe-sync-free-experts"],
+        ["--num-layers", "2", "--expert-model-parallel-size", "2", *MOE, "--moe-sync-free-experts"],
     ),
     "PP2 VPP2, MoE": (
         2,
