@@ -254,14 +254,20 @@ class Relaxation:
         # What the frugal iteration needed beyond what is composed for it, any other may need, too.
         beside = max(left_by_earlier, self._frugal_bytes - visits.most_bytes(trial))
         allowed = (1 - MARGIN) * limits.allowed_bytes - beside
-        for index, setting in self._untried():
-            other = (*trial[:index], setting, *trial[index + 1 :])
-            if visits.most_bytes(other) <= allowed:
-                trial = other
-        return None if trial == self.frugal else trial
+        tried: set[int] = set()
+        for places, setting in self._untried():
+            left = [index for index in places if index not in tried]
+            # Between the first and the last layer, one place needs as much as another.
+            for index in dict.fromkeys([*left[:1], *left[-2:]]):
+                other = (*trial[:index], setting, *trial[index + 1 :])
+                if visits.most_bytes(other) <= allowed:
+                    trial = other
+                    tried.add(index)
+                    break
+        return None if not tried else trial
 
-    def _untried(self) -> Iterator[tuple[int, LayerSetting]]:
-        """Yield a layer for each setting that its kind has not tried, the latest layers first.
+    def _untried(self) -> Iterator[tuple[Sequence[int], LayerSetting]]:
+        """Yield each setting that a kind has not tried, and layers that may try it, the best first.
 
         Each kind has one setting before any has two, and kinds that have tried least come first.
         """
@@ -270,10 +276,10 @@ class Relaxation:
             indices = [index for index, layer in enumerate(layers) if layer.kind == kind]
             worth = _worth_trying(layers[indices[0]].settings)
             untried = [one for one in worth if not self.visits.is_measured(kind, one)]
-            # The last layer of a pass may not move, and the first one's input lingers.
-            places = [*reversed(indices[1:-1]), *indices[-1:], *indices[:1]]
-            pairs = list(zip(dict.fromkeys(places), untried, strict=False))
-            of_kinds.append((len(worth) - len(untried), pairs))
+            # The last layer of a pass may not move, but needs the least: what it holds is gone when
+            # backward of others runs them again. The first one's input lingers.
+            places = list(dict.fromkeys([*reversed(indices[1:-1]), *indices[-1:], *indices[:1]]))
+            of_kinds.append((len(worth) - len(untried), [(places, one) for one in untried]))
         of_kinds.sort(key=lambda item: item[0])
         for found in itertools.zip_longest(*(pairs for _, pairs in of_kinds)):
             yield from filter(None, found)

@@ -188,6 +188,19 @@ def kept_bytes(machine: Machine, num_kept: int) -> int:
     return machine.run(relaxation)[1]
 
 
+def test_the_last_layer_tries_what_no_other_has_room_for() -> None:
+    """What it holds is gone before backward runs other layers again."""
+    machine = dense(8, logits=100)
+    frugal = frugal_bytes(machine)
+    allowed = frugal + machine.held["dense", NOTHING] // 2
+    relaxation, needed = relax(machine, allowed)
+    assert relaxation.visits.is_measured("dense", NOTHING)
+    assert relaxation.visits.is_measured("dense", PARTS[0])
+    assert relaxation.assignment != relaxation.frugal
+    assert max(needed) <= allowed
+    assert len(needed) <= MAX_ITERATIONS
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.2])
 def test_no_iteration_needs_more_than_the_limit(share: float) -> None:
     """``share``: of what all layers hold at most, above what the most frugal assignment needs."""
