@@ -140,7 +140,7 @@ def test_one_rank(kind: str) -> None:
         assert result.peak_drop_bytes == result.planned_drop_bytes, pair
 
 
-@pytest.mark.parametrize("kind, vpp", [("dense", None), ("moe", 2), ("mla", 2)])
+@pytest.mark.parametrize("kind, vpp", [("moe", 2), ("mla", None)])
 def test_pipelines(kind: str, vpp: Optional[int]) -> None:
     case = replace(CPU_CASES[kind], num_layers=8, pp=2, vpp=vpp)
     chosen = list(pairs(kind, IS_WHOLE))
@@ -155,9 +155,10 @@ def test_pipelines(kind: str, vpp: Optional[int]) -> None:
 
 def test_gated_delta_net() -> None:
     case = ModelCase("dense", num_layers=3, overrides=OF_GPT)
-    arguments = (case, GATED_DELTA_NET_PAIRS, "cpu", (1, 1), None, True)
+    chosen = GATED_DELTA_NET_PAIRS if IS_WHOLE else GATED_DELTA_NET_PAIRS[2:]
+    arguments = (case, chosen, "cpu", (1, 1), None, True)
     (results,) = run_ranks(1, compare_all, *arguments)
-    for pair, result in zip(GATED_DELTA_NET_PAIRS, results, strict=True):
+    for pair, result in zip(chosen, results, strict=True):
         check(pair, result, "gated delta net")
         assert result.peak_drop_bytes == result.planned_drop_bytes > 0, pair
 
