@@ -28,6 +28,8 @@ from functional_cases import (
 )
 
 ALWAYS = ("gpt3_offload", "cpu")
+MOST_LINES = 15
+"""Beside iterations, what is said while packages are imported included."""
 MARKERS = {1: pytest.mark.gpu, 2: pytest.mark.gpus2}
 
 
@@ -52,6 +54,9 @@ def test_a_case_meets_its_golden_values_and_is_the_same_without_offloading(
     if is_short and (job.case, job.platform) != ALWAYS:
         pytest.skip("takes minutes: ./run functional-tests")
     offloading = train(job, True, tmp_path / "offloading")
+    if job.platform == "cpu" and job.num_ranks == 1:
+        lines = offloading.shown.partition("Activation offload, per iteration")[0].splitlines()
+        assert offloading.num_iterations < len(lines) < offloading.num_iterations + MOST_LINES
     if not is_short:
         without = train(job, False, tmp_path / "without")
         assert first_difference(without, offloading) is None

@@ -205,6 +205,8 @@ class Result:
     num_zeros: Values
     """Number of gradients that are exactly zero."""
     num_iterations: int
+    shown: str = ""
+    """What a user sees; with one rank on a CPU megatron's own output is in a file."""
 
     def by_iteration(self, field: str) -> dict[int, list[Any]]:
         """A field of the records by iteration, with a value for each rank."""
@@ -256,7 +258,10 @@ def train(job: Job, offloads: bool, folder: Path, run_number: int = 1) -> Result
         paths.insert(0, str(REPRODUCIBLE_KERNELS))
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     flags = command_line(arguments_of(job, offloads), environment)
-    flags += ["--run-record-path", str(record), "--megatron-output-path", "-"]
+    is_alone = job.platform == "cpu" and job.num_ranks == 1
+    output = folder / f"output{run_number}.txt"
+    flags += ["--run-record-path", str(record)]
+    flags += ["--megatron-output-path", str(output) if is_alone else "-"]
     log = folder / f"log{run_number}.txt"
     script = ["bash", "-ec", f'{job.config.BEFORE_SCRIPT}\nexec "$@"', "bash"]
     with log.open("w") as stream:
@@ -270,10 +275,11 @@ def train(job: Job, offloads: bool, folder: Path, run_number: int = 1) -> Result
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
-    text = log.read_text(errors="replace")
+    shown = log.read_text(errors="replace")
+    text = (output.read_text(errors="replace") if output.exists() else "") + shown
     assert status == 0, f"{job.case} ended with status {status}:\n{text[-6000:]}"
     num_zeros = {int(step): float(zeros) for step, zeros in _ITERATION.findall(text)}
-    return Result(read_records(job.num_ranks, record), num_zeros, num_iterations)
+    return Result(read_records(job.num_ranks, record), num_zeros, num_iterations, shown)
 
 
 def environment_of(job: Job, folder: Path) -> dict[str, str]:

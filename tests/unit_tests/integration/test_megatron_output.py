@@ -5,15 +5,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_script
 
 from megatron.slipstream.integration.entry import training
 from megatron.slipstream.integration.entry.output import DEFAULT_PATH, MegatronOutput
@@ -177,11 +176,8 @@ def test_a_training_of_twenty_iterations_shows_little(folder: Path) -> None:
         --log-interval 1 --fine-grained-activation-offloading --offload-modules core_attn
         --min-offloaded-tensor-size 1 --offload-report-path report.json
     """.split()
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags],
-        capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    # What is said while packages are imported is tested in test_cases.
+    done = run_script(ROOT / "pretrain_gpt.py", *flags, folder=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     lines = done.stderr.splitlines()
