@@ -57,6 +57,7 @@ def test_a_case_meets_its_golden_values_and_is_the_same_without_offloading(
     if job.platform == "cpu" and job.num_ranks == 1:
         lines = offloading.shown.partition("Activation offload, per iteration")[0].splitlines()
         assert offloading.num_iterations < len(lines) < offloading.num_iterations + MOST_LINES
+        assert not any("Warning: " in line for line in lines), "of other packages"
     if not is_short:
         without = train(job, False, tmp_path / "without")
         assert first_difference(without, offloading) is None
