@@ -23,6 +23,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron import slipstream
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "megatron.slipstream"
 
@@ -331,6 +333,10 @@ def test_every_public_name_is_defined_where_the_package_says() -> None:
         for alias in node.names
     }
     assert for_type_checkers == homes
+
+
+def test_dir_lists_the_public_names() -> None:
+    assert set(slipstream.__all__) <= set(dir(slipstream))
 
 
 # --- the namespace --------------------------------------------------------------------------------

@@ -67,6 +67,11 @@ def test_without_run_nothing_is_silenced(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {name: logging.getLogger(name).filters for name in NOTICES} == before
 
 
+def test_help_names_the_switch() -> None:
+    done = subprocess.run(["bash", str(ROOT / "run"), "help"], capture_output=True, text=True)
+    assert f"{VARIABLE}=1" in done.stdout
+
+
 def folder_of(package: str) -> Path:
     """The folder of a package, found without importing it."""
     found = importlib.util.find_spec(package)

@@ -27,7 +27,7 @@ from megatron.slipstream.context_parallel.scheduler import (
 from megatron.slipstream.packed_sequences.packing import Piece, attention_work
 
 # The same cases in every run; no deadline, because the machine may be busy.
-any_documents = settings(max_examples=80, deadline=None)
+any_documents = settings(max_examples=150, deadline=None)
 
 LAYER = CostModel.of_layer(num_weights=12 * 512**2, attention_width=512)
 ATTENTION = CostModel(linear=1, attention=1)

@@ -176,6 +176,12 @@ def test_the_reference_shows_every_public_name() -> None:
         ), name
 
 
+def test_the_site_has_the_version_of_the_package() -> None:
+    from megatron import slipstream
+
+    assert settings()["release"] == slipstream.__version__
+
+
 def test_no_two_pages_have_the_same_title_in_the_side_bar() -> None:
     settings = runpy.run_path(str(ROOT / "docs" / "conf.py"))
     pages = [page for pages in settings["pages_of_navigation"]().values() for page in pages]

@@ -88,6 +88,11 @@ def test_small_requests_share_the_smallest_buffer(nbytes: int) -> None:
     assert size_class_bytes(nbytes) == MIN_BUFFER_BYTES
 
 
+def test_a_buffer_is_as_long_as_its_class(pool: HostPool) -> None:
+    allocation = pool.allocate(70 * KIB)
+    assert allocation.buffer.nbytes == size_class_bytes(70 * KIB) == pool.in_use_bytes
+
+
 # Lending.
 
 

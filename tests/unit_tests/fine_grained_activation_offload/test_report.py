@@ -302,6 +302,10 @@ def test_the_first_rank_shows_its_plan() -> None:
     assert "of 1" not in text
 
 
+def test_a_rank_without_a_plan_shows_none() -> None:
+    assert "Plan of rank" not in Report([RankReport()]).render()
+
+
 def test_an_empty_report_can_be_shown() -> None:
     assert Report([]).render().split("\n")[1].split()[:2] == ["rank", "module"]
 

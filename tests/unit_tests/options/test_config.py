@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import enum
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,11 @@ def test_an_unknown_module_far_from_all_gets_the_list_and_no_guess() -> None:
         require(check_module_names(["zzz"]))
     assert "did you mean" not in str(refused.value)
     assert all(name in str(refused.value) for name in MODULE_NAMES)
+
+
+def test_settings_cannot_change_after_they_were_checked() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OffloadConfig().offload_release_lag = -1  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("given, percent", [(None, None), (2.5, 2.5), ("auto", 1.0)])

@@ -163,7 +163,7 @@ def iterations(draw: st.DrawFn) -> IterationModel:
     return IterationModel(replace(trace, step_ms=step_ms, bandwidth=bandwidth))
 
 
-any_iteration = settings(max_examples=80, deadline=None)
+any_iteration = settings(max_examples=150, deadline=None)
 
 
 def trace_without_times(trace: Trace) -> Trace:

@@ -60,7 +60,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 any_case = settings(
-    max_examples=40,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -186,7 +186,7 @@ def check_that_more_lag_or_depth_frees_no_more(plan: Plan, name: str, more: int)
 # The same cases in every run: a failure is a failure of the change under test. The deadline is off
 # because the machine may be busy. Drawing a case takes longer than all checks of its plan.
 @settings(
-    max_examples=150,
+    max_examples=300,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -261,5 +261,11 @@ def test_the_next_step_is_of_the_figures_that_are_shown() -> None:
     assert "peak_drop (2.0 GiB or more) is counted" in next_step(Report([counted]))
 
 
+def test_the_numa_node_is_shown_where_the_cure_says() -> None:
+    (finding, _), *_ = found(replace(good_rank(), measured_ms=200.0, planned_ms=100.0))
+    assert finding.message == "The iteration takes longer than planned"
+    assert "slipstream doctor" in finding.cure
+
+
 def test_a_report_of_no_rank_has_a_next_step() -> None:
     assert next_step(Report([])).startswith("train for 5 iterations")
