@@ -38,9 +38,7 @@ PLACES = (
     Place("run", "a version of torch, such as {torch}, not"),
     Place("run", "a release of megatron-core, such as {oldest}, not"),
     Place("tools/run_builtin_tests.py", "the installed release (core_r{newest_minor}.0), or"),
-    Place(
-        f"{_GUIDE}/getting-started.md", "It accepts megatron-core {oldest} to {newest_minor} and"
-    ),
+    Place(f"{_GUIDE}/getting-started.md", "It accepts megatron-core{supported} and"),
     Place(f"{_GUIDE}/getting-started.md", " and torch {torch} or newer;"),
     Place(f"{_GUIDE}/doctor.md", "ok       megatron-core          {newest}\n"),
     Place(f"{_GUIDE}/cuda-graphs.md", "transformer_engine` | megatron-core {minors} |"),

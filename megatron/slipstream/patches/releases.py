@@ -15,14 +15,18 @@ TESTED_RELEASES = ("0.18.2", "0.19.2")
 """The releases of megatron-core that the tests run with, the oldest first. To add one, add it here
 and run ``tools/generate_docs.py``; tests name the places that need a decision."""
 
+UPCOMING_RELEASE = "0.20.0"
+"""The release after those, of which only commits exist: the tests pass with them."""
+
 OLDEST_TORCH = "2.10"
 """The oldest torch that the tests run with: it tells whose hooks took a saved tensor, and has a
 grouped GEMM. To change it, change it here and run ``tools/generate_docs.py``."""
 
 
 def supported(tested: Sequence[str] = TESTED_RELEASES) -> str:
-    """Return the range of versions that a user may install, such as '>=0.18.2,<0.20'."""
-    return f">={tested[0]},<{following(tested)}"
+    """Return the range of versions that a user may install, such as '>=0.18.2,<0.21'."""
+    newest = max(tested[-1], UPCOMING_RELEASE, key=_two_numbers)
+    return f">={tested[0]},<{following((newest,))}"
 
 
 def following(tested: Sequence[str] = TESTED_RELEASES) -> str:
