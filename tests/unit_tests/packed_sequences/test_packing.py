@@ -217,13 +217,16 @@ def test_what_no_pack_can_level_the_ranks_share() -> None:
         ([3, 2, 4, 3, 5, 2], PackLimits(10, 9), 2, [34, 33]),
         # A pack that is too full for the next piece may be the cheapest for one after it.
         ([1, 7, 4, 6, 3, 4, 6, 2], PackLimits(10, 3), 3, [49, 46, 36, 36]),
+        # A pack with room for the last piece has as many pieces as it may.
+        ([3, 5, 2, 6, 1, 1, 3, 1], PackLimits(11, 4), 2, [47, 39]),
     ],
 )
 def test_packs_that_are_nearly_full_are_balanced(
     lengths: list[int], limits: PackLimits, batch_size: int, costs: list[int]
 ) -> None:
-    packs = balanced(stream_of(lengths, limits), limits, batch_size)
+    packs = list(balanced(stream_of(lengths, limits), limits, batch_size))
     assert [attention_work(pack) for pack in packs] == costs
+    check_limits(packs, limits)
 
 
 @any_stream
