@@ -129,7 +129,7 @@ class Planner:
                 len(improved.plan.groups),
                 improved.planned_ms,
                 total_ms,
-                statistics.median(sum(times.stall_ms) for times in all_times),
+                statistics.median(times.waited_ms for times in all_times),
                 100 * (slower - 1),
             )
         return True
@@ -143,7 +143,7 @@ class Planner:
         if self.pass_ms is None or entry.planned_ms or not entry.num_passes:
             return 1.0
         own_ms = statistics.median(times.own_ms for times in entry.times)
-        waited_ms = statistics.median(sum(times.stall_ms) for times in entry.times)
+        waited_ms = statistics.median(times.waited_ms for times in entry.times)
         return pace(own_ms, waited_ms, self.pass_ms * entry.num_passes)
 
     def measure_bandwidth(self) -> Optional[Bandwidth]:
@@ -183,7 +183,7 @@ class Planner:
                 "iterations that follow the plan take %.1f ms from the first mark to the end, of "
                 "which %.1f are waits for copies; %.1f ms were predicted",
                 statistics.median(times.total_ms for times in entry.times),
-                statistics.median(sum(times.stall_ms) for times in entry.times),
+                statistics.median(times.waited_ms for times in entry.times),
                 entry.planned_ms,
             )
 

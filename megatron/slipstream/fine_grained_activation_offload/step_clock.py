@@ -54,8 +54,13 @@ class Times(NamedTuple):
         return sum(self.step_ms)
 
     @property
+    def waited_ms(self) -> float:
+        """Total time of the waits."""
+        return sum(self.stall_ms)
+
+    @property
     def total_ms(self) -> float:
-        return self.own_ms + sum(self.stall_ms)
+        return self.own_ms + self.waited_ms
 
 
 class StepClock:

@@ -264,7 +264,7 @@ class Relaxation:
                     trial = other
                     tried.add(index)
                     break
-        return None if not tried else trial
+        return trial if tried else None
 
     def _untried(self) -> Iterator[tuple[Sequence[int], LayerSetting]]:
         """Yield each setting that a kind has not tried, and layers that may try it, the best first.

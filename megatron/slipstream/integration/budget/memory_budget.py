@@ -314,10 +314,11 @@ class MemoryBudget:
     def _follow(self, relaxation: Relaxation, limits: Limits) -> None:
         """Give the layers their assignment, and record the coming iteration."""
         self._limits.now = limits
-        target_bytes = None if self._batches.varies else relaxation.target_bytes(limits)
+        target_bytes = pass_ms = None
+        if not self._batches.varies:
+            target_bytes = relaxation.target_bytes(limits)
+            pass_ms = relaxation.visits.pass_ms(relaxation.assignment)
         self._engine.lifecycle.change_target(target_bytes)
-        has_times = not self._batches.varies
-        pass_ms = relaxation.visits.pass_ms(relaxation.assignment) if has_times else None
         self._engine.lifecycle.planner.pass_ms = pass_ms
         layer_settings.apply(relaxation.assignment, self._chunks)
         if relaxation.is_settled:
