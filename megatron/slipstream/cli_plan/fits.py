@@ -42,8 +42,8 @@ def prepare_search(options: argparse.Namespace) -> bool:
     asked = [name for name in SEARCH[:2] if getattr(options, name)]
     if not asked:
         limits = [name for name in SEARCH[2:] if name != "host_memory" or not options.frontier]
-        refuse(options, limits, "without --longest-sequence or --largest-micro-batch",
-               "it limits their search only", "set one of them, or ")  # fmt: skip
+        where = "without --longest-sequence or --largest-micro-batch"
+        refuse(options, limits, where, "it limits their search only", "set one of them, or ")
         return False
     why = "that compares ways instead of planning one"
     refuse(options, AIMS, f"with {flag_of(asked[0], options)}", why)

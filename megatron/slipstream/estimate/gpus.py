@@ -79,10 +79,18 @@ def _gpu(
     link_gb_per_s: float,
     fp8_recipes: tuple[str, ...] = HOPPER_RECIPES,
     share: float = ACHIEVED_SHARE,
+    is_link_measured: bool = False,
 ) -> Speed:
     """Return the speed by datasheet values: dense products in bfloat16, the link each way."""
-    return Speed(name, tflops * share, hbm_gb_per_s * HBM_SHARE, _scaled(link_gb_per_s / 64),
-                 memory_gib, name == "h200", fp8_recipes)  # fmt: skip
+    return Speed(
+        name,
+        tflops * share,
+        hbm_gb_per_s * HBM_SHARE,
+        _scaled(link_gb_per_s / 64),
+        memory_gib,
+        is_link_measured,
+        fp8_recipes,
+    )
 
 
 GPUS: Mapping[str, Speed] = {
@@ -94,7 +102,7 @@ GPUS: Mapping[str, Speed] = {
         _gpu("gb200", 2500, 8000, 185, 225, BLACKWELL_RECIPES),
         _gpu("h100", 989, 3350, 80, 64, share=H100_SHARE),
         _gpu("h20", 148, 4000, 96, 64),
-        _gpu("h200", 989, 4800, 140, 64),
+        _gpu("h200", 989, 4800, 140, 64, is_link_measured=True),
         _gpu("l40s", 362, 864, 45, 32, HOPPER_RECIPES[:2]),
     )
 }

@@ -127,10 +127,8 @@ def _more_options(model_type: str, config: _Config, layers: range) -> dict[str, 
         first = config.number("first_k_dense_replace", 0)
         step = config.optional("moe_layer_freq") or 1
         found["moe_layer_freq"] = [layer >= first and layer % step == 0 for layer in layers]
-        shared, width = (
-            config.optional("n_shared_experts", 0),
-            config.number("moe_intermediate_size"),
-        )
+        shared = config.optional("n_shared_experts", 0)
+        width = config.number("moe_intermediate_size")
         found["moe_shared_expert_intermediate_size"] = (shared or 0) * width
         found["multi_latent_attention"] = True
     return found
