@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.plan.assignments import shortest
 from megatron.slipstream.plan.pace import MAX_PACE, is_alike
-from megatron.slipstream.plan.settings import WHOLE, Assignment, LayerSetting
+from megatron.slipstream.plan.settings import WHOLE, Assignment, LayerSetting, describe_setting
 from megatron.slipstream.plan.templates import (
     ONE_GROUP,
     ChunkLayers,
@@ -333,21 +333,21 @@ class LayerVisits:
     def numbers(self) -> list[float]:
         """Return all measurements as numbers of which the largest of several ranks is safe."""
         values: list[float] = []
-        for key in sorted(self._measured, key=repr):
+        for key in sorted(self._measured, key=_order):
             one = self._measured[key]
             values += [one.net_bytes, one.peak_bytes, *(one.timed or (0.0, -1.0))]
-        values += [-self._movable[key] for key in sorted(self._movable, key=repr)]
+        values += [-self._movable[key] for key in sorted(self._movable, key=_order)]
         values += [self._rerun[kind] for kind in sorted(self._rerun)]
         return values + [one.extra_bytes for one in self.schedule]
 
     def take(self, numbers: Iterable[float]) -> None:
         """Replace all measurements by numbers in the order of :meth:`numbers`."""
         left = iter(numbers)
-        for key in sorted(self._measured, key=repr):
+        for key in sorted(self._measured, key=_order):
             net, peak, waits, ms = (next(left) for _ in range(4))
             timed = None if ms < 0 else _Timed(waits, ms)
             self._measured[key] = _Measured(int(net), int(peak), timed)
-        for name in sorted(self._movable, key=repr):
+        for name in sorted(self._movable, key=_order):
             self._movable[name] = -int(next(left))
         for kind in sorted(self._rerun):
             self._rerun[kind] = int(next(left))
@@ -441,6 +441,11 @@ class LayerVisits:
         back = self._measured.get((backward, chunk), nothing)
         held = ahead.net_bytes
         return Template((ahead.work(held),), (back.work(-held),))
+
+
+def _order(key: _Key) -> list[str]:
+    """Return what sorts keys alike on all ranks: the order within a set differs by process."""
+    return [describe_setting(part) if isinstance(part, frozenset) else str(part) for part in key]
 
 
 def _schedule(

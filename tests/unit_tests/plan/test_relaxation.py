@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional
@@ -251,6 +254,26 @@ def test_the_numbers_of_another_rank_replace_those_measured() -> None:
             rank.take(largest)
             rank.advance(limits_of(allowed))
         assert ranks[0].assignment == ranks[1].assignment
+
+
+def test_ranks_have_their_numbers_in_one_order() -> None:
+    """The order within a set differs from process to process."""
+    script = (
+        "import runpy, sys; tests = runpy.run_path(sys.argv[1]); machine = tests['dense'](4);"
+        "print(tests['relax'](machine, 2 * tests['frugal_bytes'](machine))[0].visits.numbers())"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, __file__],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in range(4)
+    ]
+    printed = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert printed[0].startswith("[")
+    assert printed == printed[:1] * 4
 
 
 @pytest.mark.parametrize("passes", ["FFFBBB", "FFFBFBBB"])
