@@ -19,7 +19,13 @@ from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.plan.assignments import shortest
 from megatron.slipstream.plan.pace import MAX_PACE, is_alike
-from megatron.slipstream.plan.settings import WHOLE, Assignment, LayerSetting, describe_setting
+from megatron.slipstream.plan.settings import (
+    FEED_FORWARD,
+    WHOLE,
+    Assignment,
+    LayerSetting,
+    describe_setting,
+)
 from megatron.slipstream.plan.templates import (
     ONE_GROUP,
     ChunkLayers,
@@ -49,6 +55,27 @@ class Place(enum.Enum):
     END = "the iteration ends"
 
 
+class Rerun(NamedTuple):
+    """What a layer's forward has left when backward ran it again as a whole."""
+
+    nbytes: int
+    mlp_bytes: int = 0
+    """Of these, what its MLP or experts have left beside their output."""
+    output_bytes: int = 0
+    """That output."""
+
+    def or_worse(self, other: Rerun) -> Rerun:
+        """Return what neither of two exceeds."""
+        return Rerun(
+            max(self.nbytes, other.nbytes),
+            min(self.mlp_bytes, other.mlp_bytes),
+            max(self.output_bytes, other.output_bytes),
+        )
+
+    def scaled(self, factor: float) -> Rerun:
+        return Rerun(*(int(nbytes * factor) for nbytes in self))
+
+
 class Boundary(NamedTuple):
     """A cut. Bytes are those with nothing offloaded, without gradients of parameters."""
 
@@ -65,9 +92,8 @@ class Boundary(NamedTuple):
     """Time of computation since the previous boundary; None if it was not measured."""
     waited_ms: float = 0.0
     """Time since the previous boundary in which computation waited for copies."""
-    rerun_bytes: int = 0
-    """At GRADIENT, by how much the layer's forward, run again after it as a whole, has raised what
-    is allocated; 0 if none was."""
+    rerun: Optional[Rerun] = None
+    """At GRADIENT, the layer's forward that runs again after it; None if it does not as a whole."""
 
 
 class RankLayer(NamedTuple):
@@ -131,8 +157,8 @@ class LayerVisits:
         """The passes of the last iteration, with the most that each needed beside its templates."""
         self._measured: dict[_Key, _Measured] = {}
         self._movable: dict[tuple[str, LayerSetting], int] = {}
-        self._rerun: dict[str, int] = {}
-        """By kind, the most that a whole layer's forward has left when it ran again."""
+        self._rerun: dict[str, Rerun] = {}
+        """By kind, the worst of its layers."""
 
     def is_measured(self, kind: str, setting: LayerSetting) -> bool:
         """Return whether layers of this kind have run with this setting."""
@@ -225,9 +251,9 @@ class LayerVisits:
                 net = int((end.nbytes - begin.nbytes) * scale)
                 work = Work(0.0, net, int((end.peak_bytes - begin.nbytes) * scale))
                 found.setdefault(key, []).append((work, end.ms))
-            if begin.rerun_bytes > 0:
-                kind, rerun = self.layers[begin.layer].kind, int(begin.rerun_bytes * scale)
-                self._rerun[kind] = max(self._rerun.get(kind, 0), rerun)
+            if begin.rerun is not None:
+                kind, rerun = self.layers[begin.layer].kind, begin.rerun.scaled(scale)
+                self._rerun[kind] = self._rerun.get(kind, rerun).or_worse(rerun)
         for key, works in found.items():
             self._note(key, works, waits, has_memory=bool(movable_bytes))
         passes = list(_schedule(boundaries, self.layers))
@@ -324,7 +350,7 @@ class LayerVisits:
         for one in self._measured.values():
             one.net_bytes = int(one.net_bytes * factor)
             one.peak_bytes = int(one.peak_bytes * factor)
-        self._rerun = {kind: int(nbytes * factor) for kind, nbytes in self._rerun.items()}
+        self._rerun = {kind: rerun.scaled(factor) for kind, rerun in self._rerun.items()}
         extra = [int(one.extra_bytes * factor) for one in self.schedule]
         self._set_schedule(self.schedule, extra)
 
@@ -337,7 +363,9 @@ class LayerVisits:
             one = self._measured[key]
             values += [one.net_bytes, one.peak_bytes, *(one.timed or (0.0, -1.0))]
         values += [-self._movable[key] for key in sorted(self._movable, key=_order)]
-        values += [self._rerun[kind] for kind in sorted(self._rerun)]
+        for kind in sorted(self._rerun):
+            rerun = self._rerun[kind]
+            values += [rerun.nbytes, -rerun.mlp_bytes, rerun.output_bytes]
         return values + [one.extra_bytes for one in self.schedule]
 
     def take(self, numbers: Iterable[float]) -> None:
@@ -350,7 +378,8 @@ class LayerVisits:
         for name in sorted(self._movable, key=_order):
             self._movable[name] = -int(next(left))
         for kind in sorted(self._rerun):
-            self._rerun[kind] = int(next(left))
+            nbytes, mlp_bytes, output_bytes = (int(next(left)) for _ in range(3))
+            self._rerun[kind] = Rerun(nbytes, -mlp_bytes, output_bytes)
         self._set_schedule(self.schedule, map(int, left))
 
     # Templates.
@@ -392,10 +421,15 @@ class LayerVisits:
             return self._template(kind, setting)
         frugal, *_, least = next(one.settings for one in self.layers if one.kind == kind)
         kept, again = self.held_bytes(kind, frugal), self._measured["B", kind, frugal].peak_bytes
-        held, most = kept + min(again, self._rerun.get(kind, again)), kept + again
+        rerun = self._rerun.get(kind, Rerun(again))
+        held, most = kept + min(again, rerun.nbytes), kept + again
         ahead = most
         if self.is_measured(kind, least):
             held, ahead = self.held_bytes(kind, least), self._measured["F", kind, least].peak_bytes
+        if setting & FEED_FORWARD:
+            held -= rerun.mlp_bytes
+            # While its backward runs, there are the output and its gradient once more.
+            most += 2 * rerun.output_bytes
         return Template((Work(0.0, held, max(held, ahead)),), (Work(0.0, -held, most - held),))
 
     def _work_of(self, kind: str, setting: LayerSetting) -> tuple[_Measured, _Measured]:

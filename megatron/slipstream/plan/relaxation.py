@@ -10,7 +10,8 @@ the assignment is chosen, and once more when its times are known.
 An iteration with untried settings is bounded by what is composed with a bound for each layer that
 tries: it holds no more than its forward leaves when the frugal setting's backward runs it again,
 and its own backward needs no more memory than that one. So what it holds counts in backward of
-later layers only. A chosen assignment is predicted twice, as it is planned and as the first
+later layers only. If its setting recomputes the MLP or the experts, what these have left in that
+forward does not count. A chosen assignment is predicted twice, as it is planned and as the first
 iteration with it runs, in which everything moves by count; both must be below the limit by a
 margin. If an iteration needs more than was composed or predicted, later predictions are raised by
 the difference.

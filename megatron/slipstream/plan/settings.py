@@ -11,6 +11,8 @@ LayerSetting = frozenset[str]
 """The parts of one layer that backward recomputes: names of megatron-core's ``recompute_modules``,
 or :data:`WHOLE_LAYER` alone. Empty if nothing is recomputed."""
 
+FEED_FORWARD = frozenset(("mlp", "moe"))
+"""The parts that are all of a layer's MLP or experts."""
 NOTHING = LayerSetting()
 """Nothing is recomputed: the layer keeps, or offloads, all that it saves."""
 WHOLE = LayerSetting((WHOLE_LAYER,))

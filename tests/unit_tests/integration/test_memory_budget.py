@@ -277,7 +277,7 @@ def test_the_stages_of_a_pipeline_have_each_its_own() -> None:
 def test_more_micro_batches_in_flight_are_foreseen() -> None:
     """The first stage of two holds one until there are two; all is then measured again."""
     case = ModelCase("dense", num_layers=4, pp=2, overrides=NORM)
-    first, second = _train_together(Run(case, 0.7, (1,) * 10 + (2,) * 4, "cpu-lazy"))
+    first, second = _train_together(Run(case, 0.7, (1,) * 10 + (2,) * 10, "cpu-lazy"))
     for result in (first, second):
         _check(result)
         assert result.stages[-1] is Stage.SETTLED

@@ -18,7 +18,7 @@ import pytest
 from megatron.slipstream.plan import assignments
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.plan.layer_visits import Boundary, LayerVisits, Place, RankLayer
+from megatron.slipstream.plan.layer_visits import Boundary, LayerVisits, Place, RankLayer, Rerun
 from megatron.slipstream.plan.model import IterationModel
 from megatron.slipstream.plan.pace import MAX_PACE, pace
 from megatron.slipstream.plan.relaxation import Limits, NothingFitsError, Relaxation, Stage
@@ -132,7 +132,8 @@ class Machine:
                 ms = (20.0 + 10.0 * again / most[index]) * slower
                 come(Place.GRADIENT, index, -held[index], again + self.transient, ms)
                 if again:
-                    found[-1] = found[-1]._replace(rerun_bytes=again)
+                    within = most[index] - self.held_bytes(index, LayerSetting(("mlp",)))
+                    found[-1] = found[-1]._replace(rerun=Rerun(again, within))
             come(Place.INPUT_GRADIENT, -1, -self.outside - freed, 0, 1.0)
         found.append(Boundary(Place.END, -1, -1, now))
         timed = [
@@ -199,6 +200,18 @@ def test_the_last_layer_tries_what_no_other_has_room_for() -> None:
     relaxation, needed = relax(machine, allowed)
     assert relaxation.visits.is_measured("dense", NOTHING)
     assert relaxation.visits.is_measured("dense", PARTS[0])
+    assert relaxation.assignment != relaxation.frugal
+    assert max(needed) <= allowed
+    assert len(needed) <= MAX_ITERATIONS
+
+
+def test_a_setting_that_recomputes_the_mlp_is_tried_in_less_room() -> None:
+    """What the MLP has left when its layer ran again is known before any setting is tried."""
+    machine = dense(8, logits=2000)
+    held = machine.held["dense", PARTS[1]] - machine.held["dense", WHOLE]
+    allowed = int(1.05 * (frugal_bytes(machine) + held))
+    relaxation, needed = relax(machine, allowed)
+    assert not relaxation.visits.is_measured("dense", NOTHING)
     assert relaxation.assignment != relaxation.frugal
     assert max(needed) <= allowed
     assert len(needed) <= MAX_ITERATIONS

@@ -21,7 +21,7 @@ from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEn
 from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.patches.model_calls import tensors_in
 from megatron.slipstream.plan.actions import Plan
-from megatron.slipstream.plan.layer_visits import Boundary, Place, RankLayer
+from megatron.slipstream.plan.layer_visits import Boundary, Place, RankLayer, Rerun
 from megatron.slipstream.plan.trace import GroupKey, Trace
 
 PEAK = "layers"
@@ -51,6 +51,9 @@ class LayerBoundaries:
         self._groups: dict[tuple[int, int], int] = {}
         """For each pass and layer, the number of groups that began before it."""
         self._peak = self._absent = 0
+        self._before_mlp_bytes: Optional[int] = None
+        self._mlp_bytes = self._mlp_output_bytes = 0
+        """What the MLP of the layer that runs again has left, and its output."""
         self.has_memory = False
         """Whether memory is read in that iteration."""
         self._gradient_bytes = 0
@@ -64,12 +67,19 @@ class LayerBoundaries:
         self.stop()
         self._layers = list(layers)
         enter, leave = weakly(self._enter), weakly(self._leave)
+        before_mlp, after_mlp = weakly(self._before_mlp), weakly(self._after_mlp)
         for index, module in enumerate(modules):
             self._undo += [
                 module.register_forward_pre_hook(partial(enter, index), with_kwargs=True).remove,
                 module.register_forward_hook(partial(leave, index)).remove,
                 layer_settings.watch_reruns(module, partial(weakly(self._after_rerun), index)),
             ]
+            mlp = getattr(module, "mlp", None)
+            if isinstance(mlp, torch.nn.Module):
+                self._undo += [
+                    mlp.register_forward_pre_hook(partial(before_mlp, index)).remove,
+                    mlp.register_forward_hook(partial(after_mlp, index)).remove,
+                ]
 
     def stop(self) -> None:
         while self._undo:
@@ -112,14 +122,32 @@ class LayerBoundaries:
         self._num_stalls.append(0 if self._timings is None else len(self._timings.stalls))
         self._peak = 0
 
+    def _rerun_bytes(self, layer: int) -> Optional[int]:
+        """Return what a layer's rerun has left so far; None if none is measured."""
+        if not (self.is_on and self.has_memory and self._found):
+            return None
+        last, reading = self._found[-1], self._engine.store.backend.memory()
+        if reading is None or (last.place, last.layer) != (Place.GRADIENT, layer):
+            return None
+        return reading[0] + self._absent - self._gradient_bytes - last.nbytes
+
+    def _before_mlp(self, layer: int, *_: Any) -> None:
+        self._before_mlp_bytes = self._rerun_bytes(layer)
+
+    def _after_mlp(self, layer: int, _: Any, __: Any, outputs: Any) -> None:
+        nbytes, before = self._rerun_bytes(layer), self._before_mlp_bytes
+        if nbytes is None or before is None:
+            return
+        made = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(outputs))
+        self._mlp_bytes, self._mlp_output_bytes = max(0, nbytes - before - made), made
+
     def _after_rerun(self, layer: int) -> None:
         """Note what a layer's forward has left that ran again as a whole."""
-        if not (self.is_on and self.has_memory and self._found):
-            return
-        last, reading = self._found[-1], self._engine.store.backend.memory()
-        if reading is not None and (last.place, last.layer) == (Place.GRADIENT, layer):
-            nbytes = reading[0] + self._absent - self._gradient_bytes
-            self._found[-1] = last._replace(rerun_bytes=nbytes - last.nbytes)
+        nbytes = self._rerun_bytes(layer)
+        if nbytes is not None and nbytes > 0:
+            rerun = Rerun(nbytes, self._mlp_bytes, self._mlp_output_bytes)
+            self._found[-1] = self._found[-1]._replace(rerun=rerun)
+        self._mlp_bytes = self._mlp_output_bytes = 0
 
     def before_mark(self) -> None:
         """Note the peak so far: a mark's actions are about to change what is on the device."""
