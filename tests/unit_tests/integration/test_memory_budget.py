@@ -32,6 +32,7 @@ from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.integration.packed.dynamic_context_parallel import DynamicGroupMixin
 from megatron.slipstream.options.budget import complete_arguments
 from megatron.slipstream.options.fields import OffloadConfig
+from megatron.slipstream.plan.layer_visits import LayerVisits, Rerun
 from megatron.slipstream.plan.relaxation import Limits, Prediction, Relaxation, Stage
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, Assignment, describe_setting
 
@@ -402,6 +403,35 @@ def test_models_whose_ranks_cannot_choose_alike_are_refused(kind: str) -> None:
         chunk.weight.__fsdp_param__ = True  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="budget=auto is not supported with (FSDP|hyb.*) because"):
         check_model(chunk, "auto")
+
+
+def measure_mlps(rank: int, world_size: int, port: int) -> tuple[list[Rerun], dict[str, int]]:
+    """What layers of a first iteration leave when they run again, and what settings then hold."""
+    found: list[LayerVisits] = []
+    reruns: list[Rerun] = []
+    original = LayerVisits.add
+
+    def add(visits: LayerVisits, assignment: Assignment, boundaries: Any, *others: Any) -> None:
+        if visits not in found:
+            found.append(visits)
+            reruns.extend(cut.rerun for cut in boundaries if cut.rerun is not None)
+        original(visits, assignment, boundaries, *others)
+
+    with patch.object(LayerVisits, "add", add):
+        train_within(rank, world_size, port, Run(DENSE, 0.9))
+    (visits,) = found
+    settings = [NOTHING, frozenset(("mlp",))]
+    return reruns, {describe_setting(one): visits.held_bytes("dense", one) for one in settings}
+
+
+def test_what_an_mlp_leaves_is_measured_before_a_setting_recomputes_it() -> None:
+    """The bound of such settings may not be below what they hold, and not far above."""
+    ((reruns, held),) = run_ranks(1, measure_mlps)
+    assert len(reruns) == 2 * DENSE.num_layers
+    hidden = 4 * DENSE.micro_batch_size * DENSE.seq_length * DENSE.hidden_size
+    for rerun in reruns:
+        assert rerun.output_bytes == hidden
+        assert 0 <= held["keep"] - held["mlp"] - rerun.mlp_bytes <= hidden
 
 
 def train_without_readings(rank: int, world_size: int, port: int) -> tuple[list[str], Stage]:
