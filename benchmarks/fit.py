@@ -47,6 +47,8 @@ examples:
   python -m benchmarks.fit --tiny --output /tmp/tiny.jsonl         try it, without a GPU
   python -m benchmarks.fit --ways off,full --lengths 8k,32k,40k    a part of the table
   python -m benchmarks.fit --ways full --lengths 40k --longest     also search the longest
+  python -m benchmarks.fit --ways slipstream --recompute-modules none --modules core_attn
+                                                                   by hand, what a budget chooses
   python -m benchmarks.fit --table FILE                            the table from rows again
 
 A row that is in --output already is not measured again, so that the same command continues after a
@@ -91,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--lengths", type=_parse_lengths, default=usual, metavar="N,M", help=about)
     add("--longest", action="store_true", help="also search the longest that fits")
     add("--unit", type=parse_tokens, default=8192, metavar="N", help="its step (default: 8k)")
-    add("--recompute-modules", default="", metavar="A,B", help="(default: mlp,layernorm)")
+    about = "none, or some (default: %(default)s)"
+    add("--recompute-modules", default="mlp,layernorm", metavar="A,B", help=about)
     add("--modules", default="", metavar="A,B", help="offload_modules (default: all of the case)")
     add("--micro-batches", type=int, default=1, metavar="N", help="(default: %(default)s)")
     add("--loss-tiles", type=parse_tiles, default=1, metavar="N", help="tiles of the loss, or auto")
@@ -317,7 +320,7 @@ def _setup(options: argparse.Namespace, case: Case, way: str) -> Setup:
     return Setup(
         case=case.name,
         way=way,
-        recompute=names(options.recompute_modules) or ("mlp", "layernorm"),
+        recompute=() if options.recompute_modules == "none" else names(options.recompute_modules),
         modules=names(options.modules) or case.variants[-1].modules,
         own_modules=OWN_MODULES[case.model.kind],
         micro_batches=options.micro_batches,
