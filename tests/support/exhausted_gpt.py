@@ -69,10 +69,16 @@ class Exhausted:
 
 
 class Exhaustion:
-    """Raises at some of the calls of a module, counted without recomputations in backward."""
+    """Raises at some of the calls of a module, counted without recomputations in backward.
 
-    def __init__(self, module: torch.nn.Module, calls: Sequence[int], bystander: Any) -> None:
+    If ``in_backward``, it raises where backward has the gradient of what they return.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, calls: Sequence[int], bystander: Any, in_backward: bool
+    ) -> None:
         self._calls, self._num_calls = calls, 0
+        self._in_backward = in_backward
         self._bystander = bystander
         self._output: Any = None
         """A weak reference to what a failed call returned."""
@@ -88,9 +94,15 @@ class Exhaustion:
             return
         self._num_calls += 1
         if self._num_calls - 1 in self._calls:
-            self._bystander()
+            if self._in_backward:
+                output[0].register_hook(self._fail)
+                return
             self._output = weakref.ref(output[0])
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0")
+            self._fail()
+
+    def _fail(self, *_: Any) -> None:
+        self._bystander()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0")
 
 
 def train_exhausted(
@@ -104,6 +116,7 @@ def train_exhausted(
     counts: Sequence[int],
     options: dict[str, Any],
     changed: str = "",
+    in_backward: bool = False,
 ) -> Exhausted:
     """Train; to be run on one rank.
 
@@ -118,6 +131,7 @@ def train_exhausted(
         counts: Number of micro-batches of each step.
         options: Options of the configuration that are imitated where a rescue is decided.
         changed: Path of a buffer that the failing call changes.
+        in_backward: Whether the calls fail in their backward.
     """
     initialize(case, rank, world_size, port)
     result = Exhausted()
@@ -137,7 +151,7 @@ def train_exhausted(
             if changed:
                 chunk.get_buffer(changed).zero_()
 
-        Exhaustion(chunk.get_submodule(module), calls, bystander)
+        Exhaustion(chunk.get_submodule(module), calls, bystander, in_backward)
         imitated = SimpleNamespace(
             config=SimpleNamespace(**{**vars(chunk.config), **options}),
             modules=chunk.modules,

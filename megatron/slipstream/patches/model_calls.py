@@ -47,6 +47,23 @@ def build_through_router(build: Callable[..., Any]) -> Callable[..., Any]:
     return build_schedule_plan
 
 
+def name_what_fits(backward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``schedules.backward_step``."""
+
+    @functools.wraps(backward_step)
+    def named(*arguments: Any, **options: Any) -> Any:
+        try:
+            return backward_step(*arguments, **options)
+        except torch.OutOfMemoryError as failure:
+            router = _known_router()
+            error = failure if router is None else router.out_of_memory(failure)
+            if error is failure:
+                raise
+            raise error from failure
+
+    return named
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors in arguments or results, including nested ones."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -76,5 +93,9 @@ def _router() -> Optional[Any]:
     """Return the router for a call of a model; None if the engine serves one model."""
     if before_first_call is not None:
         before_first_call()
+    return _known_router()
+
+
+def _known_router() -> Optional[Any]:
     engine = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
     return getattr(engine, "router", None)  # megatron-core's own has none.

@@ -77,6 +77,12 @@ CALLS = _patches(f"""
         the same where the layers of two micro-batches run in turn
 """)
 
+BACKWARD = _patches(f"""
+    {_CORE}.pipeline_parallel.schedules.backward_step(input_tensor, output_tensor,
+        output_tensor_grad, config): model_calls.name_what_fits:
+        torch's error for a backward without memory would not say what fits a memory budget
+""")
+
 _FUSED_ROTATION = f"{_CORE}.fusions.fused_mla_yarn_rope_apply"
 _IS_EARLY_0_20 = f"{_FUSED_ROTATION}.{OLD_KERNELS[0]}"
 """Of the commits of 0.20, those from before August 2026 have it."""
@@ -258,7 +264,7 @@ FINALIZE = Patch(
 """Patches of the training entry, which binds them to its arguments."""
 
 TABLE: dict[Feature, tuple[Patch, ...]] = {
-    Feature.ENGINE: (*CALLS, *ROTATION, *GROUPS, *DISCARDED),
+    Feature.ENGINE: (*CALLS, *BACKWARD, *ROTATION, *GROUPS, *DISCARDED),
     Feature.ENGINE_ON_GPU: COPIES,
     Feature.PEAK_MEMORY: PEAKS,
     Feature.CHECKPOINT_INPUTS: CHECKPOINTS,

@@ -21,6 +21,7 @@ from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
 
 from megatron.slipstream.integration.budget import rescue
+from megatron.slipstream.integration.budget.messages import Messages
 from megatron.slipstream.plan.settings import WHOLE
 
 NORM = {"normalization": "LayerNorm", "hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -45,9 +46,10 @@ def _training(
     changed: str = "",
     train: Any = train_exhausted,
     counts: tuple[int, ...] = COUNTS,
+    in_backward: bool = False,
 ) -> tuple[Any, ...]:
     modules = DENSE_MODULES if case.kind == "dense" else MOE_MODULES
-    return (train, case, modules, module, calls, counts, options or {}, changed)
+    return (train, case, modules, module, calls, counts, options or {}, changed, in_backward)
 
 
 def _train_each(*trainings: tuple[Any, ...]) -> list[Exhausted]:
@@ -153,6 +155,24 @@ def test_where_the_second_attempt_fails_one_error_names_what_would_fit() -> None
     assert "every layer was recomputed in a second attempt" in result.errors[0]
     assert "seq_length to at most" in result.errors[0]
     assert result.errors[1].startswith("CUDA out of memory")
+
+
+@pytest.mark.parametrize("is_frugal", [False, True])
+def test_a_smaller_budget_is_no_cure_where_all_is_recomputed(is_frugal: bool) -> None:
+    messages, shape = Messages("auto", 0), (4096, 1)
+    failure = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
+    error = messages.ran_out(failure, 6 << 30, shape, "it was in backward", is_frugal)
+    smaller = "activation_memory_budget to at most 4.00, or "
+    assert f"; set {'' if is_frugal else smaller}seq_length to at most 3072" in str(error)
+
+
+def test_an_error_in_backward_names_what_would_fit() -> None:
+    result = _train(DENSE, (LATE,), in_backward=True)
+    error, cause = result.errors
+    assert "activation_memory_budget=0.01 is not supported with this micro-batch" in error
+    assert "a backward cannot be repeated; set " in error
+    assert "seq_length to at most" in error
+    assert cause.startswith("CUDA out of memory")
 
 
 def test_other_ranks_wait_so_that_it_is_not_repeated() -> None:

@@ -31,7 +31,7 @@ from megatron.slipstream.integration.budget.device_limits import (
     DeviceLimits,
     optimizer_host_bytes,
 )
-from megatron.slipstream.integration.budget.messages import Messages
+from megatron.slipstream.integration.budget.messages import Messages, bytes_tried
 from megatron.slipstream.integration.budget.stage_ranks import Lack, StageRanks, check_model
 from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.integration.layers.layer_boundaries import LayerBoundaries
@@ -67,6 +67,8 @@ class MemoryBudget:
         self._lack: Optional[Lack] = None
         """What this stage lacks with its most frugal settings."""
         self._batches = MicroBatches()
+        self._shape = (0, 0)
+        """Sequence length and batch of the latest micro-batch."""
         self._is_spoiled = False
         """Whether layers had other settings in part of this iteration, so that it says nothing."""
         self._frugal_stages: set[int] = set()
@@ -129,6 +131,7 @@ class MemoryBudget:
         Raises:
             ValueError: Activations exceed the budget with the most frugal assignment, too.
         """
+        self._shape = shape_of(chunk, tensors) or self._shape
         if all(chunk is not known for known in self._chunks):
             self._add(chunk, is_first)
         if is_first:
@@ -171,7 +174,7 @@ class MemoryBudget:
             self._planned_bytes = (plan.peak_bytes() or (0, 0))[1]
         worst = None if self._is_blind else self._ranks.worst(self._lack)
         if worst is not None:
-            raise self._messages.nothing_fits(worst, self._boundaries.shape)
+            raise self._messages.nothing_fits(worst, self._shape)
 
     def _add(self, chunk: torch.nn.Module, is_first: bool) -> None:
         """Add a chunk, with each layer at its most frugal setting."""
@@ -308,7 +311,7 @@ class MemoryBudget:
         """Raise, or go on frugally until all ranks raise the same."""
         self._lack = Lack(error.needed_bytes, error.allowed_bytes, self._engine.report.rank)
         if self._ranks.is_alone:
-            raise self._messages.nothing_fits(self._lack, self._boundaries.shape) from error
+            raise self._messages.nothing_fits(self._lack, self._shape) from error
         relaxation.assignment = relaxation.frugal
 
     def _follow(self, relaxation: Relaxation, limits: Limits) -> None:
@@ -367,15 +370,12 @@ class MemoryBudget:
 
     # Device memory that runs out in spite of all.
 
-    def rescue(
-        self, chunk: torch.nn.Module, tensors: Sequence[torch.Tensor], tried_bytes: int
-    ) -> None:
+    def rescue(self, chunk: torch.nn.Module, failure: torch.OutOfMemoryError) -> None:
         """Make the layers of a chunk frugal until the iteration ends: device memory ran out.
 
         The settings of later iterations are chosen for a device that ends where it did.
         """
-        length, batch = shape_of(chunk, tensors) or (0, 0)
-        tried = format_bytes(tried_bytes)
+        (length, batch), tried = self._shape, format_bytes(bytes_tried(failure))
         self._messages.warn("ran out", length=length, batch=batch, tried=tried)
         relaxation = self.relaxation
         if not self._is_blind and relaxation.stage is not Stage.FRUGAL:
@@ -384,17 +384,13 @@ class MemoryBudget:
         self._make_frugal(chunk)
 
     def out_of_memory(
-        self,
-        chunk: torch.nn.Module,
-        tensors: Sequence[torch.Tensor],
-        tried_bytes: int,
-        because: str,
+        self, failure: torch.OutOfMemoryError, because: str
     ) -> torch.OutOfMemoryError:
-        """Return the error for a forward that ran out of memory; ``because``: not repeated."""
+        """Return the error for a pass that ran out of memory; ``because``: not repeated."""
         peak_bytes = 0 if self._is_blind else self._engine.store.backend.peak_bytes(PEAK)
         used_bytes = max(0, peak_bytes - self._limits.now.resident_bytes)
-        shape = shape_of(chunk, tensors) or (0, 0)
-        return self._messages.ran_out(used_bytes, tried_bytes, shape, because, self._has_run_out)
+        is_frugal = self._has_run_out or self.relaxation.assignment == self.relaxation.frugal
+        return self._messages.ran_out(failure, used_bytes, self._shape, because, is_frugal)
 
     # What users are told.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from typing import Optional
 
@@ -87,13 +88,14 @@ class Messages:
 
     def ran_out(
         self,
+        failure: torch.OutOfMemoryError,
         used_bytes: int,
-        tried_bytes: int,
         shape: tuple[int, int],
         because: str,
         is_frugal: bool,
     ) -> torch.OutOfMemoryError:
-        """Return the error for a forward that ran out of memory and is not repeated."""
+        """Return the error for a pass that ran out of memory and is not repeated."""
+        tried_bytes = bytes_tried(failure)
         cures = _smaller_sizes(used_bytes / max(1, used_bytes + tried_bytes), shape)
         less_gib = math.floor((used_bytes - tried_bytes) / 2**30 * 100) / 100
         if less_gib > 0 and not is_frugal:
@@ -104,6 +106,12 @@ class Messages:
             f"of activations, and {because}; "
             + ("set " + ", or ".join(cures) if cures else "spread the model over more devices")
         )
+
+
+def bytes_tried(failure: torch.OutOfMemoryError) -> int:
+    """Return the bytes of the allocation that failed, as torch's message says; 0 if it does not."""
+    found = re.search(r"Tried to allocate ([0-9.]+) (b|K|M|G)", str(failure))
+    return 0 if found is None else int(float(found[1]) * 1024 ** "bKMG".index(found[2]))
 
 
 def _smaller_sizes(share: float, shape: tuple[int, int]) -> list[str]:

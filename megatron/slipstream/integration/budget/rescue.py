@@ -13,11 +13,10 @@ changed in place is found by its version counter, and the pass is not repeated.
 from __future__ import annotations
 
 import gc
-import re
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Optional, Protocol
 
@@ -28,7 +27,6 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.slipstream.integration.budget.stage_ranks import waits_for_others
 from megatron.slipstream.patches.marks import forget_recomputation
-from megatron.slipstream.patches.model_calls import tensors_in
 
 if TYPE_CHECKING:
     from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
@@ -46,15 +44,9 @@ _STATEFUL = {
 class Budget(Protocol):
     """What decides on settings when a forward runs out of memory: ``MemoryBudget``."""
 
-    def rescue(
-        self, chunk: torch.nn.Module, tensors: Sequence[torch.Tensor], tried_bytes: int
-    ) -> None: ...
+    def rescue(self, chunk: torch.nn.Module, failure: torch.OutOfMemoryError) -> None: ...
     def out_of_memory(
-        self,
-        chunk: torch.nn.Module,
-        tensors: Sequence[torch.Tensor],
-        tried_bytes: int,
-        because: str,
+        self, failure: torch.OutOfMemoryError, because: str
     ) -> torch.OutOfMemoryError: ...
 
 
@@ -79,7 +71,6 @@ def call(
     except torch.OutOfMemoryError as error:
         failure = error
     try:
-        tensors = tensors_in(inputs)
         if not engine.now.has_begun:
             raise failure  # The pass had not begun.
         if state is not None:
@@ -88,7 +79,7 @@ def call(
             reason = "earlier passes of the iteration wait for their backward"
         if state is None or reason is not None:
             because = f"the forward cannot be repeated: {reason}"
-            raise budget.out_of_memory(chunk, tensors, _tried_bytes(failure), because) from failure
+            raise budget.out_of_memory(failure, because) from failure
         for module in chunk.modules():
             for value in vars(module).values():
                 if isinstance(value, CheckpointWithoutOutput):
@@ -98,12 +89,12 @@ def call(
         state.restore()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        budget.rescue(chunk, tensors, _tried_bytes(failure))
+        budget.rescue(chunk, failure)
         try:
             return attempt()
         except torch.OutOfMemoryError as error:
             because = "every layer was recomputed in a second attempt"
-            raise budget.out_of_memory(chunk, tensors, _tried_bytes(error), because) from failure
+            raise budget.out_of_memory(error, because) from failure
     finally:
         del failure  # Its traceback refers to this frame.
 
@@ -118,12 +109,6 @@ def why_not(chunk: Any) -> Optional[str]:
         if getattr(chunk.config, option, None):
             return f"with {option} {state}"
     return waits_for_others(chunk)
-
-
-def _tried_bytes(error: BaseException) -> int:
-    """Return the bytes of the allocation that failed, as torch's message says; 0 if it does not."""
-    found = re.search(r"Tried to allocate ([0-9.]+) (b|K|M|G)", str(error))
-    return 0 if found is None else int(float(found[1]) * 1024 ** "bKMG".index(found[2]))
 
 
 def _forget_frames(failure: BaseException) -> None:

@@ -32,8 +32,6 @@ class LayerBoundaries:
     """Records the boundaries of one iteration after the other."""
 
     def __init__(self, engine: OffloadEngine) -> None:
-        self.shape = (0, 0)
-        """Sequence length and batch of the latest micro-batch's hidden states."""
         self._engine = engine
         self._layers: list[RankLayer] = []
         self._undo: list[Callable[[], None]] = []
@@ -244,7 +242,6 @@ class LayerBoundaries:
     def _enter(self, index: int, _: Any, inputs: Any, options: Any) -> None:
         if self._is_measured():
             hidden_states = options.get("hidden_states", inputs[0] if inputs else None)
-            self.shape = (hidden_states.shape[0], hidden_states.shape[1])
             chunk = self._layers[index].chunk
             if index == 0 or self._layers[index - 1].chunk != chunk:
                 self._at_gradient(hidden_states, Place.INPUT_GRADIENT, chunk, -1)

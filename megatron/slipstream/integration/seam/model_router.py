@@ -61,6 +61,9 @@ class Budget(Protocol):
     def leave(self, chunk: torch.nn.Module) -> None: ...
     def before_end(self) -> None: ...
     def after_end(self) -> None: ...
+    def out_of_memory(
+        self, failure: torch.OutOfMemoryError, because: str
+    ) -> torch.OutOfMemoryError: ...
     def fill(self, report: RankReport) -> None: ...
     def close(self) -> None: ...
 
@@ -316,6 +319,13 @@ class Router:
         if manager is None or manager.budget is None:
             return attempt()
         return manager.budget.call(chunk, inputs, attempt)
+
+    def out_of_memory(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """Return the error for a backward that ran out of memory, with settings that would fit."""
+        for manager in self.managers:
+            if manager.budget is not None and manager.engine.now.has_begun:
+                return manager.budget.out_of_memory(failure, "a backward cannot be repeated")
+        return failure
 
     @contextlib.contextmanager
     def calling(self, chunk: Any, inputs: Any = ()) -> Iterator[None]:
