@@ -24,7 +24,7 @@ _SAME_NAMES = (
     *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "num_query_groups"),
     *("kv_channels", "gated_linear_unit", "normalization", "qk_layernorm", "hidden_dropout"),
     *("bias_activation_fusion", "apply_rope_fusion", "attention_softmax_in_fp32"),
-    *("attention_dropout", "vocab_size", "seq_length", "micro_batch_size"),
+    *("deterministic_mode", "attention_dropout", "vocab_size", "seq_length", "micro_batch_size"),
 )
 """Fields of a :class:`ModelShape` that are named like the option."""
 

@@ -78,6 +78,8 @@ class ModelShape:
     """``fused``, ``flash`` and ``unfused`` are Transformer Engine's implementations of core
     attention, in layers built from its modules; ``local`` is a layer built from megatron-core's
     plain PyTorch modules (``--transformer-impl local``) as they run without a GPU."""
+    deterministic_mode: bool = False
+    """Whether fused attention is deterministic: [Note: Deterministic attention] in ``layers``."""
     cross_entropy: CrossEntropy = "unfused"
     """The loss: ``cross_entropy_fusion_impl``, or ``unfused`` without cross_entropy_loss_fusion."""
     bias_activation_fusion: bool = True

@@ -101,6 +101,33 @@ def test_the_length_that_ran_out_of_memory_does_not_fit() -> None:
     assert 30.0 + peak_bytes(iteration(shape)) / GIB > 80
 
 
+@pytest.mark.parametrize("deterministic, gib", [(False, 4.68), (True, 11.75)])
+def test_deterministic_attention_writes_the_gradients_of_all_scores(
+    deterministic: bool, gib: float
+) -> None:
+    """Without what is resident, on an H200 with Transformer Engine 2.20.2."""
+    shape = ModelShape(
+        num_layers=8,
+        hidden_size=1024,
+        num_attention_heads=16,
+        num_query_groups=8,
+        ffn_hidden_size=3072,
+        vocab_size=8192,
+        seq_length=16384,
+        apply_rope_fusion=False,
+        deterministic_mode=deterministic,
+    )
+    assert peak_bytes(iteration(shape)) / GIB == pytest.approx(gib, rel=0.05)
+    ranks = replace(shape, parallelism=Parallelism(cp=2, cp_comm_type="a2a"))
+    with_ring = replace(shape, parallelism=Parallelism(cp=2))
+    scores = 16 * 16384**2 * 2 * deterministic
+    for divided, share in ((ranks, 2), (with_ring, 4)):
+        plain = replace(divided, deterministic_mode=False)
+        most = max(s.peak_bytes for s in iteration(divided) if s[:2] == ("core_attn", "backward"))
+        least = max(s.peak_bytes for s in iteration(plain) if s[:2] == ("core_attn", "backward"))
+        assert most - least == scores // share
+
+
 MEASURED_S = [
     (8, 8, NOTHING, 0.1829), (8, 16, NOTHING, 0.4203), (8, 32, MLP_AND_NORMS, 1.2086),
     (8, 32, WHOLE, 1.3752), (8, 64, WHOLE, 4.02), (8, 80, WHOLE, 5.68),

@@ -215,6 +215,7 @@ TABLE_3 = {
 NOTED = {
     LLAMA.replace("type rope", "type learned_absolute"): "leaves out the position embeddings",
     LLAMA + "--fp8-format hybrid": "derived, not measured",
+    LLAMA + "--deterministic-mode": "is planned as on Hopper",
 }
 
 

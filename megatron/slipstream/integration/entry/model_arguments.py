@@ -224,6 +224,8 @@ def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Con
         notes.append("state leaves out the position embeddings, of max_position_embeddings rows")
     if args.attention_backend.name == "auto" and args.transformer_impl != "local":
         notes.append(f"attention_backend=auto is taken to be {shape.attention_backend}")
+    if shape.deterministic_mode and shape.attention_backend == "fused":
+        notes.append("deterministic attention is planned as on Hopper, with cuDNN before 9.25")
     own = OffloadConfig.of(args)
     model = SimpleNamespace(**{**defaults_of_later_options(), **vars(config)})
     options = PassPolicy.of(model).applied_to(own.policy_options())
