@@ -22,7 +22,7 @@ from megatron.slipstream.plan.layer_visits import Boundary, LayerVisits, Place, 
 from megatron.slipstream.plan.model import IterationModel
 from megatron.slipstream.plan.pace import MAX_PACE, pace
 from megatron.slipstream.plan.relaxation import Limits, NothingFitsError, Relaxation, Stage
-from megatron.slipstream.plan.settings import NOTHING, WHOLE, Assignment, LayerSetting
+from megatron.slipstream.plan.settings import FEED_FORWARD, NOTHING, WHOLE, Assignment, LayerSetting
 from megatron.slipstream.plan.trace import Bandwidth, Trace
 from megatron.slipstream.plan.walk import simulate
 
@@ -46,6 +46,8 @@ class Machine:
     transient: int
     """Bytes that backward of a layer needs beside what it recomputes."""
     logits: int
+    mlp_output: int = 0
+    """Bytes of an MLP's output, which backward has twice more if it recomputes the MLP."""
     passes: str = "FB"
     """Forward and backward of micro-batches, in order."""
     outside: int = 0
@@ -130,10 +132,13 @@ class Machine:
             for index in reversed(range(len(held))):
                 again = most[index] - held[index]
                 ms = (20.0 + 10.0 * again / most[index]) * slower
-                come(Place.GRADIENT, index, -held[index], again + self.transient, ms)
+                above = again + self.transient
+                if relaxation.assignment[index] & FEED_FORWARD:
+                    above += 2 * self.mlp_output
+                come(Place.GRADIENT, index, -held[index], above, ms)
                 if again:
                     within = most[index] - self.held_bytes(index, LayerSetting(("mlp",)))
-                    found[-1] = found[-1]._replace(rerun=Rerun(again, within))
+                    found[-1] = found[-1]._replace(rerun=Rerun(again, within, self.mlp_output))
             come(Place.INPUT_GRADIENT, -1, -self.outside - freed, 0, 1.0)
         found.append(Boundary(Place.END, -1, -1, now))
         timed = [
@@ -215,6 +220,13 @@ def test_a_setting_that_recomputes_the_mlp_is_tried_in_less_room() -> None:
     assert relaxation.assignment != relaxation.frugal
     assert max(needed) <= allowed
     assert len(needed) <= MAX_ITERATIONS
+
+
+@pytest.mark.parametrize("room", [100, 200])
+def test_a_recomputed_mlp_needs_its_output_twice_more(room: int) -> None:
+    machine = dense(8, logits=0, mlp_output=150)
+    allowed = int(1.02 * (frugal_bytes(machine) + room))
+    assert max(relax(machine, allowed)[1]) <= allowed
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.2])
