@@ -15,13 +15,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from budgeted_training import Budgeted, Run, train_within
+from megatron.core.transformer.enums import AttnBackend
 from model_case import DENSE_MODULES, MAMBA_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
 from state_space_layers import MAMBA
 from tiny_gpt import build_chunks, initialize, make_config, train_steps
 
 from megatron.slipstream.integration import install
-from megatron.slipstream.integration.budget.batch_sizes import MicroBatches
+from megatron.slipstream.integration.budget.batch_sizes import MicroBatches, size_of
 from megatron.slipstream.integration.budget.memory_budget import NUM_UNFIT
 from megatron.slipstream.integration.budget.stage_ranks import (
     StageRanks,
@@ -373,6 +374,25 @@ def test_ranks_that_wait_for_others_with_other_data_choose_for_the_largest(
         assert ranks.agreed_size(1.0) == (expected if world_size > 1 else 1.0)
         if module is not None:
             assert (waits_for_others(chunk) is not None) == (world_size > 1)
+
+
+@pytest.mark.parametrize(
+    "backend, allowed, share",
+    [("fused", None, 4), ("fused", "1", 4), ("fused", "0", 16), ("unfused", None, 16)],
+)
+def test_a_longer_micro_batch_needs_the_square_where_scores_are_in_memory(
+    backend: str, allowed: Optional[str], share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformer Engine's attention is one module, whatever its kernels."""
+    if allowed is None:
+        monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
+    else:
+        monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", allowed)
+    chunk: Any = torch.nn.Linear(1, 1)
+    chunk.config = SimpleNamespace(attention_backend=AttnBackend[backend])
+    sizes = [size_of(chunk, [torch.zeros(2, length, dtype=torch.long)]) for length in (8, 32)]
+    assert sizes[0] is not None
+    assert sizes[1] == share * sizes[0]
 
 
 def exchange_sizes(rank: int, world_size: int, port: int) -> list[float]:

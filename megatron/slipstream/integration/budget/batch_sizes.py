@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -14,7 +15,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.slipstream.patches.model_calls import tensors_in
 
 _with_scores: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
-"""Whether chunks have attention that is not fused."""
+"""Whether attention of chunks has scores in memory, or their gradients."""
 
 
 class MicroBatches:
@@ -108,8 +109,9 @@ class _InFlight:
 def size_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[float]:
     """Return a number to which what a micro-batch saves is proportional, or less.
 
-    It is the number of tokens; with attention that is not fused, whose scores grow with the square
-    of the length, that number times the length.
+    It is the number of tokens; with attention that is not fused or deterministic, whose scores or
+    their gradients ([Note: Deterministic attention] in ``estimate.layers``) grow with the square of
+    the length, that number times the length.
 
     Args:
         chunk: The model chunk that is about to run.
@@ -124,10 +126,18 @@ def size_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[float]:
         return None
     # Each pass asks, and a walk over all modules takes as long as several kernel launches.
     if chunk not in _with_scores:
-        attentions = (isinstance(module, DotProductAttention) for module in chunk.modules())
-        _with_scores[chunk] = any(attentions)
+        _with_scores[chunk] = _has_scores(chunk)
     length, batch = shape
     return float(batch * length * (length if _with_scores[chunk] else 1))
+
+
+def _has_scores(chunk: Any) -> bool:
+    if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0":
+        return True
+    backend = getattr(chunk.config, "attention_backend", None)
+    return getattr(backend, "name", None) == "unfused" or any(
+        isinstance(module, DotProductAttention) for module in chunk.modules()
+    )
 
 
 def shape_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[tuple[int, int]]:
