@@ -210,7 +210,7 @@ COMMITS = (
         "that activations fit in the least time. Layers are changed between iterations, and the\n"
         "inputs of checkpoints move, too.",
         name="budget",
-        rows=table.CHECKPOINTS,
+        rows=(*table.CHECKPOINTS, *table.BACKWARD),
         modules=(
             *modules_in("integration.budget"),
             *("integration.layers.layer_boundaries", "integration.layers.layer_parts"),

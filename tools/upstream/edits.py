@@ -203,6 +203,7 @@ def _grouping(_: Path, patch: Patch) -> Edit:
 IN_PLACE: Mapping[str, Union[Maker, str]] = {
     "call_through_router": _overridden,
     "build_through_router": _decorated,
+    "name_what_fits": _decorated,
     "restrict_autotune_configs": _decorated,
     "tell_group_input": _decorated,
     "end_by_engine": _decorated,
