@@ -438,7 +438,7 @@ def measure_mlps(rank: int, world_size: int, port: int) -> tuple[list[Rerun], di
         original(visits, assignment, boundaries, *others)
 
     with patch.object(LayerVisits, "add", add):
-        train_within(rank, world_size, port, Run(DENSE, 0.9))
+        train_within(rank, world_size, port, Run(DENSE, 0.9, (1,) * 6))
     (visits,) = found
     settings = [NOTHING, frozenset(("mlp",))]
     return reruns, {describe_setting(one): visits.held_bytes("dense", one) for one in settings}
@@ -447,7 +447,7 @@ def measure_mlps(rank: int, world_size: int, port: int) -> tuple[list[Rerun], di
 def test_what_an_mlp_leaves_is_measured_before_a_setting_recomputes_it() -> None:
     """The bound of such settings may not be below what they hold, and not far above."""
     ((reruns, held),) = run_ranks(1, measure_mlps)
-    assert len(reruns) == 2 * DENSE.num_layers
+    assert len(reruns) == DENSE.num_layers
     hidden = 4 * DENSE.micro_batch_size * DENSE.seq_length * DENSE.hidden_size
     for rerun in reruns:
         assert rerun.output_bytes == hidden

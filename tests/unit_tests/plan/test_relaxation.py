@@ -224,7 +224,7 @@ def test_a_setting_that_recomputes_the_mlp_is_tried_in_less_room() -> None:
 
 @pytest.mark.parametrize("room", [100, 200])
 def test_a_recomputed_mlp_needs_its_output_twice_more(room: int) -> None:
-    machine = dense(8, logits=0, mlp_output=150)
+    machine = dense(4, logits=0, mlp_output=150)
     allowed = int(1.02 * (frugal_bytes(machine) + room))
     assert max(relax(machine, allowed)[1]) <= allowed
 
