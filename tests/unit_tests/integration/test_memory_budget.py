@@ -390,7 +390,7 @@ def test_a_longer_micro_batch_needs_the_square_where_scores_are_in_memory(
         monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", allowed)
     chunk: Any = torch.nn.Linear(1, 1)
     chunk.config = SimpleNamespace(attention_backend=AttnBackend[backend])
-    sizes = [size_of(chunk, [torch.zeros(2, length, dtype=torch.long)]) for length in (8, 32)]
+    sizes = [size_of(chunk, (length, 2)) for length in (8, 32)]
     assert sizes[0] is not None
     assert sizes[1] == share * sizes[0]
 

@@ -106,7 +106,7 @@ class _InFlight:
             batches.land(iteration, by_backward)
 
 
-def size_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[float]:
+def size_of(chunk: Any, shape: Optional[tuple[int, int]]) -> Optional[float]:
     """Return a number to which what a micro-batch saves is proportional, or less.
 
     It is the number of tokens; with attention that is not fused or deterministic, whose scores or
@@ -115,13 +115,11 @@ def size_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[float]:
 
     Args:
         chunk: The model chunk that is about to run.
-        tensors: Its arguments. The first chunk's begin with token ids ``[b, s]``; others have the
-            hidden states ``[s, b, h]`` in ``decoder.input_tensor``.
+        shape: Length and batch of the micro-batch; None if they are not known.
 
     Returns:
         The size; None if it cannot be told.
     """
-    shape = shape_of(chunk, tensors)
     if shape is None:
         return None
     # Each pass asks, and a walk over all modules takes as long as several kernel launches.
@@ -141,7 +139,13 @@ def _has_scores(chunk: Any) -> bool:
 
 
 def shape_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[tuple[int, int]]:
-    """Return length and batch of a micro-batch, as :func:`size_of`; None if they are not known."""
+    """Return length and batch of a micro-batch; None if they are not known.
+
+    Args:
+        chunk: The model chunk that is about to run.
+        tensors: Its arguments. The first chunk's begin with token ids ``[b, s]``; others have the
+            hidden states ``[s, b, h]`` in ``decoder.input_tensor``.
+    """
     received = getattr(getattr(chunk, "decoder", None), "input_tensor", None)
     ids = [item for item in tensors if item.dim() == 2 and not item.is_floating_point()]
     if ids:

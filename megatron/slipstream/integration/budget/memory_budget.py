@@ -131,13 +131,14 @@ class MemoryBudget:
         Raises:
             ValueError: Activations exceed the budget with the most frugal assignment, too.
         """
-        self._shape = shape_of(chunk, tensors) or self._shape
+        shape = shape_of(chunk, tensors)
+        self._shape = shape or self._shape
         if all(chunk is not known for known in self._chunks):
             self._add(chunk, is_first)
         if is_first:
             self._begin()
         if not self._is_blind:
-            self._fit(chunk, tensors)
+            self._fit(chunk, shape)
         self._boundaries.come_to(Place.CALL, stage_of(chunk))
 
     def leave(self, chunk: torch.nn.Module) -> None:
@@ -331,7 +332,7 @@ class MemoryBudget:
 
     # Micro-batches of several sizes, and more of them.
 
-    def _fit(self, chunk: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+    def _fit(self, chunk: torch.nn.Module, shape: Optional[tuple[int, int]]) -> None:
         """Give the layers of a chunk settings with which the coming micro-batch fits.
 
         [Note: Larger micro-batches]
@@ -344,7 +345,7 @@ class MemoryBudget:
         relaxation, stage = self.relaxation, stage_of(chunk)
         is_first = relaxation.stage is Stage.FRUGAL  # Layers are frugal anyway.
         is_one_more = self._batches.is_one_more(is_first)
-        size = self._ranks.agreed_size(size_of(chunk, tensors))
+        size = self._ranks.agreed_size(size_of(chunk, shape))
         share = 1.0 if size is None else self._batches.share_of(stage, size, is_first)
         # A plan for a target may need all that is allowed.
         has_target = self._engine.options.target_memory_bytes is not None

@@ -51,7 +51,7 @@ class LayerBoundaries:
         self._peak = self._absent = 0
         self._before_mlp_bytes: Optional[int] = None
         self._mlp_bytes = self._mlp_output_bytes = 0
-        """What the MLP of the layer that runs again has left, and its output."""
+        """What an MLP that has run again since the last boundary has left, and its output."""
         self.has_memory = False
         """Whether memory is read in that iteration."""
         self._gradient_bytes = 0
@@ -118,7 +118,7 @@ class LayerBoundaries:
         self._events.append(backend.timed_event(backend.current_stream()))
         self._timings = engine.store.copy_streams.timings
         self._num_stalls.append(0 if self._timings is None else len(self._timings.stalls))
-        self._peak = 0
+        self._peak = self._mlp_bytes = self._mlp_output_bytes = 0
 
     def _rerun_bytes(self, layer: int) -> Optional[int]:
         """Return what a layer's rerun has left so far; None if none is measured."""
@@ -145,7 +145,6 @@ class LayerBoundaries:
         if nbytes is not None and nbytes > 0:
             rerun = Rerun(nbytes, self._mlp_bytes, self._mlp_output_bytes)
             self._found[-1] = self._found[-1]._replace(rerun=rerun)
-        self._mlp_bytes = self._mlp_output_bytes = 0
 
     def before_mark(self) -> None:
         """Note the peak so far: a mark's actions are about to change what is on the device."""
