@@ -238,6 +238,13 @@ class Recorder:
         if was_held_outside:
             self.held_outside.add(StorageId.of(storage))
 
+    def absent_bytes_now(self) -> int:
+        """Return :attr:`absent_bytes` with those whose memory is free since the latest mark."""
+        lingering = ((self._away[serial], one()) for serial, one in self._lingering.items())
+        return self.absent_bytes + sum(
+            away.nbytes for away, storage in lingering if storage is None or storage.is_memory_gone
+        )
+
     def set_recomputed(self, storage: SavedStorage) -> None:
         """Record that forward discards the storage and backward recomputes it."""
         identity = StorageId.of(storage)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import itertools
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Optional
 
@@ -159,6 +159,10 @@ class LayerVisits:
         self._movable: dict[tuple[str, LayerSetting], int] = {}
         self._rerun: dict[str, Rerun] = {}
         """By kind, the worst of its layers."""
+        self._last: Assignment = ()
+        """The settings with which layers ran last."""
+        self._left: dict[tuple[str, LayerSetting], int] = {}
+        """[Note: What layers keep]: bytes beyond those that the first iteration left of a layer."""
 
     def is_measured(self, kind: str, setting: LayerSetting) -> bool:
         """Return whether layers of this kind have run with this setting."""
@@ -233,6 +237,12 @@ class LayerVisits:
     ) -> None:
         """Add an iteration.
 
+        [Note: What layers keep]
+        Some modules, such as dispatchers of experts, keep their last tensors until they run again,
+        and how many depends on the setting. So forward of a layer grows by what it saves, and what
+        it keeps now, less what the last iteration left of it. That is taken out: each layer is
+        measured as if it had left what it left in the first iteration.
+
         Args:
             assignment: The settings with which it ran.
             boundaries: Its cuts, in order.
@@ -245,17 +255,24 @@ class LayerVisits:
         waited_ms = sum(cut.waited_ms for cut in boundaries)
         total_ms = waited_ms + sum(cut.ms or 0.0 for cut in boundaries)
         waits = waited_ms / total_ms if total_ms else 0.0
+        left = self._left_of_layers() if movable_bytes else {}
+        growth = dict.fromkeys(range(len(self.layers)), 0)
         for begin, end in itertools.pairwise(boundaries):
             key = self._key(assignment, begin, end)
             if key is not None:
                 net = int((end.nbytes - begin.nbytes) * scale)
-                work = Work(0.0, net, int((end.peak_bytes - begin.nbytes) * scale))
-                found.setdefault(key, []).append((work, end.ms))
+                peak = int((end.peak_bytes - begin.nbytes) * scale)
+                growth[begin.layer] = growth.get(begin.layer, 0) + net
+                before = left.pop(begin.layer, 0) if begin.place is Place.LAYER else 0
+                found.setdefault(key, []).append((Work(0.0, net + before, peak + before), end.ms))
             if begin.rerun is not None:
                 kind, rerun = self.layers[begin.layer].kind, begin.rerun.scaled(scale)
                 self._rerun[kind] = self._rerun.get(kind, rerun).or_worse(rerun)
         for key, works in found.items():
             self._note(key, works, waits, has_memory=bool(movable_bytes))
+        if movable_bytes:
+            self._note_left(assignment, growth)
+        self._last = assignment
         passes = list(_schedule(boundaries, self.layers))
         extra = [one.extra_bytes for one in self.schedule]
         if len(extra) != len(passes):
@@ -264,6 +281,21 @@ class LayerVisits:
         for layer, setting, nbytes in zip(self.layers, assignment, movable_bytes, strict=False):
             known = self._movable.get((layer.kind, setting), nbytes)
             self._movable[layer.kind, setting] = min(known, nbytes)
+
+    def _left_of_layers(self) -> dict[int, int]:
+        """Return, for each layer, what the last iteration left of it: [Note: What layers keep]."""
+        pairs = enumerate(zip(self.layers, self._last, strict=False))
+        return {index: self._left.get((layer.kind, last), 0) for index, (layer, last) in pairs}
+
+    def _note_left(self, assignment: Assignment, growth: Mapping[int, int]) -> None:
+        """Note what layers keep, from the bytes by which each has grown in an iteration."""
+        left, found = self._left_of_layers(), dict[tuple[str, LayerSetting], int]()
+        for index, (layer, setting) in enumerate(zip(self.layers, assignment, strict=True)):
+            nbytes = left[index] + growth[index] if left else 0
+            key = layer.kind, setting
+            found[key] = max(found.get(key, nbytes), nbytes)
+        # What was found first has been added to the least.
+        self._left = {**found, **self._left}
 
     def _set_schedule(self, passes: Iterable[ScheduledPass], extra: Iterable[int]) -> None:
         pairs = zip(passes, extra, strict=True)
@@ -351,6 +383,7 @@ class LayerVisits:
             one.net_bytes = int(one.net_bytes * factor)
             one.peak_bytes = int(one.peak_bytes * factor)
         self._rerun = {kind: rerun.scaled(factor) for kind, rerun in self._rerun.items()}
+        self._left = {key: int(nbytes * factor) for key, nbytes in self._left.items()}
         extra = [int(one.extra_bytes * factor) for one in self.schedule]
         self._set_schedule(self.schedule, extra)
 

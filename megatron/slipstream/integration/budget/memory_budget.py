@@ -149,15 +149,15 @@ class MemoryBudget:
         """Note that all passes of the iteration have been issued, and its plan is not made yet."""
         # The first output of a model may have no part in its loss.
         is_trained = self._batches.has_backward or self._boundaries.has_backward
-        self._boundaries.end()
+        growth_bytes = self._boundaries.end()
         self._batches.end(is_trained)
         if not is_trained:  # An evaluation with gradients enabled.
             self._is_spoiled = True
             if self.relaxation.stage is Stage.FRUGAL:
                 self._batches = MicroBatches()
             return
-        if not self._peak_bytes:
-            self._limits.left_bytes = self._boundaries.growth_bytes
+        if growth_bytes is not None:
+            self._limits.note_growth(growth_bytes)
         if not self._is_blind:
             self._peak_bytes = self._engine.store.backend.peak_bytes(PEAK)
 

@@ -94,11 +94,19 @@ class LayerBoundaries:
             self._count_gradients()
             self._engine.store.backend.begin_peak(PEAK)
 
-    def end(self) -> None:
+    def end(self) -> Optional[int]:
+        """End the iteration.
+
+        Returns:
+            The bytes by which it has increased what is allocated beside gradients; None if it was
+            not recorded.
+        """
         if self.is_on:
             self.come_to(Place.END)
+        was_recorded = self.is_on and self.has_memory and bool(self._found)
         self.is_on = False
         self._engine.recorder.observer = None
+        return self._found[-1].nbytes - self._found[0].nbytes if was_recorded else None
 
     def come_to(self, place: Place, chunk: int = -1, layer: int = -1) -> None:
         if not self.is_on:
@@ -109,6 +117,7 @@ class LayerBoundaries:
         if reading is not None:
             self.before_mark()
             self._count_gradients()
+            self._absent = engine.recorder.absent_bytes_now()
             nbytes = reading[0] + self._absent - self._gradient_bytes
         if place is Place.LAYER:
             now = engine.now
@@ -127,7 +136,8 @@ class LayerBoundaries:
         last, reading = self._found[-1], self._engine.store.backend.memory()
         if reading is None or (last.place, last.layer) != (Place.GRADIENT, layer):
             return None
-        return reading[0] + self._absent - self._gradient_bytes - last.nbytes
+        absent = self._engine.recorder.absent_bytes_now()
+        return reading[0] + absent - self._gradient_bytes - last.nbytes
 
     def _before_mlp(self, layer: int, *_: Any) -> None:
         self._before_mlp_bytes = self._rerun_bytes(layer)
@@ -194,11 +204,6 @@ class LayerBoundaries:
     def has_backward(self) -> bool:
         """Whether the running iteration is measured, and has had a backward."""
         return self.is_on and any(one.place is Place.GRADIENT for one in self._found)
-
-    @property
-    def growth_bytes(self) -> int:
-        """What the last iteration, if it was recorded, left allocated beside gradients."""
-        return max(0, self._found[-1].nbytes - self._found[0].nbytes) if self._found else 0
 
     def without_times(self) -> list[Boundary]:
         return list(self._found)
