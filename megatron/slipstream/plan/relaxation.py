@@ -120,6 +120,10 @@ class Relaxation:
         """The most by which an iteration needed more than predicted."""
         self._activation_bytes = 0
         """That of the last iteration."""
+        self._waits_ms = -1.0
+        """For how long it waits for copies by the plan made from its times; -1 without one."""
+        self._followed: dict[Assignment, tuple[Prediction, float]] = {}
+        """Choices that were measured and fit, with what was predicted, and those waits."""
         self._num_trials = 0
         self._num_choices = 0
 
@@ -144,6 +148,7 @@ class Relaxation:
         movable_bytes: Sequence[int],
         activation_bytes: int,
         scale: float = 1.0,
+        waits_ms: Optional[float] = None,
     ) -> None:
         """Add an iteration that ran with :attr:`assignment`.
 
@@ -153,7 +158,10 @@ class Relaxation:
             activation_bytes: Its device peak without what is resident, or that by the plan which it
                 was recorded for if it is higher.
             scale: See :meth:`LayerVisits.add`.
+            waits_ms: For how long computation waits for copies by the plan that was made from its
+                times; None if there is none.
         """
+        self._waits_ms = -1.0 if waits_ms is None else waits_ms
         activation_bytes = int(activation_bytes * scale)
         self.visits.add(self.assignment, boundaries, movable_bytes, scale)
         if self.stage is Stage.FRUGAL:
@@ -179,17 +187,19 @@ class Relaxation:
         self._activation_bytes = int(self._activation_bytes * factor)
         self._excess_bytes = int(self._excess_bytes * factor)
         self._is_scaled, self.predicted = True, None
+        self._followed.clear()
 
     def numbers(self) -> list[float]:
         """Return all measurements as numbers of which the largest of several ranks is safe."""
         own = (self._frugal_bytes, self._activation_bytes, self._excess_bytes)
-        return [*own, *self.visits.numbers()]
+        return [*own, self._waits_ms, *self.visits.numbers()]
 
     def take(self, numbers: Sequence[float]) -> None:
         """Replace all measurements by numbers in the order of :meth:`numbers`."""
         own = map(int, numbers[:3])
         self._frugal_bytes, self._activation_bytes, self._excess_bytes = own
-        self.visits.take(numbers[3:])
+        self._waits_ms = numbers[3]
+        self.visits.take(numbers[4:])
 
     def advance(self, limits: Limits) -> Assignment:
         """Return the assignment of the next iteration, after :meth:`note`.
@@ -215,6 +225,7 @@ class Relaxation:
         """
         self._check(limits)
         self.predicted, self._num_choices = None, 0
+        self._followed.clear()
         if self.stage is Stage.FRUGAL:
             return self.assignment  # Nothing is measured yet.
         return self._try_or_choose(limits)
@@ -235,14 +246,32 @@ class Relaxation:
         chosen = self.choose(limits)
         self._num_choices += 1
         is_last = self._num_choices > MAX_CHOICES
-        fits = self._activation_bytes <= limits.allowed_bytes
-        if fits and (is_last or self._is_no_slower_than(chosen, limits)):
-            self.stage = Stage.SETTLED
-            return self.assignment
+        if self.predicted is not None and self._activation_bytes <= limits.allowed_bytes:
+            self._followed[self.assignment] = self.predicted, self._waits_ms
+        if self._followed:
+            ms, best = min(self._timed(limits), key=lambda item: item[0])
+            was_followed = chosen.assignment in self._followed
+            if is_last or was_followed or (1 - NEAR) * ms <= chosen.ms:
+                self.predicted, self.assignment, self.stage = best, best.assignment, Stage.SETTLED
+                return self.assignment
         is_same = chosen.assignment == self.assignment
         self.predicted, self.assignment = chosen, chosen.assignment
         self.stage = Stage.SETTLED if is_same or is_last else Stage.RECORDED
         return self.assignment
+
+    def _timed(self, limits: Limits) -> Iterator[tuple[float, Prediction]]:
+        """Yield the choices that were followed, each with the time that it takes.
+
+        Templates have the most of all layers, so that by them, one that has fitted may not fit, or
+        may have to wait longer than it does. Where nothing is timed, only the last one is compared.
+        """
+        rank, last = self._templates(limits), self.assignment
+        if last in self._followed and self._waits_ms < 0:
+            total_ms = planned(rank, last, self._search_limits(limits)).total_ms
+            yield total_ms, self._followed[last][0]
+            return
+        for assignment, (predicted, waits_ms) in self._followed.items():
+            yield rank.compute_ms(assignment) + max(0.0, waits_ms), predicted
 
     # Trials.
 
@@ -299,16 +328,6 @@ class Relaxation:
             peak_bytes = choice.peak_bytes + self._excess_bytes
             return Prediction(choice.assignment, peak_bytes, choice.total_ms)
         return Prediction(self.frugal, limits.resident_bytes + self._frugal_bytes, math.inf)
-
-    def _is_no_slower_than(self, other: Prediction, limits: Limits) -> bool:
-        """Return whether the choice that was measured is as fast as another one.
-
-        Templates have the most of all layers, so that one that has fitted may seem not to fit.
-        """
-        if self.predicted is None:
-            return False
-        rank, within = self._templates(limits), self._search_limits(limits)
-        return (1 - NEAR) * planned(rank, self.assignment, within).total_ms <= other.ms
 
     def _templates(self, limits: Limits) -> RankTemplates:
         return self.visits.templates(limits.bandwidth or _ASSUMED, limits.base_bytes)

@@ -21,7 +21,13 @@ from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.layer_visits import Boundary, LayerVisits, Place, RankLayer, Rerun
 from megatron.slipstream.plan.model import IterationModel
 from megatron.slipstream.plan.pace import MAX_PACE, pace
-from megatron.slipstream.plan.relaxation import Limits, NothingFitsError, Relaxation, Stage
+from megatron.slipstream.plan.relaxation import (
+    Limits,
+    NothingFitsError,
+    Prediction,
+    Relaxation,
+    Stage,
+)
 from megatron.slipstream.plan.settings import FEED_FORWARD, NOTHING, WHOLE, Assignment, LayerSetting
 from megatron.slipstream.plan.trace import Bandwidth, Trace
 from megatron.slipstream.plan.walk import simulate
@@ -400,6 +406,37 @@ def test_a_choice_that_fits_is_not_replaced_by_one_that_recomputes_more(
     other = relaxation.choose(limits_of(allowed)).assignment
     assert recomputed_bytes(other) > recomputed_bytes(chosen[0])
     assert relaxation.assignment == chosen[0]
+
+
+@pytest.mark.parametrize("waits_ms", [(0.0, None), (40.0, 50.0), (50.0, 40.0)], ids=str)
+def test_a_choice_that_was_followed_is_judged_by_the_waits_of_its_plan(
+    waits_ms: tuple[float, Optional[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By templates, another assignment is faster each time; the last returns to the best."""
+    machine = dense(6)
+    choices = [
+        (NOTHING,) * 6,
+        (*PARTS[-1:] * 1, *(NOTHING,) * 5),
+        (*PARTS[-1:] * 2, *(NOTHING,) * 4),
+    ]
+    relaxation = Relaxation(machine.layers, PolicyOptions())
+    least_ms = 30.0 * 6
+    predicted = [Prediction(one, RESIDENT, least_ms + 20.0 - n) for n, one in enumerate(choices)]
+    left = iter(predicted)
+    monkeypatch.setattr(Relaxation, "choose", lambda *_: next(left))
+    waits, followed = iter(waits_ms), []
+    while not relaxation.is_settled:
+        is_choice = relaxation.predicted is not None and relaxation.stage is Stage.TIMED
+        now = next(waits) if is_choice else None
+        followed += [relaxation.assignment] if is_choice else []
+        boundaries, needed = machine.run(relaxation)
+        relaxation.note(boundaries, machine.movable(relaxation), needed, waits_ms=now)
+        relaxation.advance(limits_of(100_000))
+    expected = choices[1] if waits_ms[0] == 50.0 else choices[0]
+    assert relaxation.assignment == expected
+    assert relaxation.predicted is not None
+    assert relaxation.predicted.assignment == expected
+    assert followed == choices[: 1 if waits_ms[1] is None else 2]
 
 
 def test_waits_of_iterations_that_move_everything_are_no_time_of_layers() -> None:

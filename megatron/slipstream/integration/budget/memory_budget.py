@@ -271,7 +271,8 @@ class MemoryBudget:
         if relaxation.predicted is not None:
             # All that may moves while a choice is recorded; afterwards, what its plan says.
             needed_bytes = max(needed_bytes, self._planned_bytes - self.resident_bytes)
-        relaxation.note(boundaries, self._movable_bytes, needed_bytes, scale)
+        waits_ms = self._planned_waits_ms() if is_timed else None
+        relaxation.note(boundaries, self._movable_bytes, needed_bytes, scale, waits_ms)
         relaxation.take(self._ranks.largest(relaxation.numbers()))
         limits = self._limits.find(self._chunks, relaxation.frugal_bytes)
         try:
@@ -291,6 +292,13 @@ class MemoryBudget:
             self._end(relaxation, self._engine.report.planned_ms)
         else:
             self._boundaries.begin(has_memory=False)
+
+    def _planned_waits_ms(self) -> Optional[float]:
+        """Return the waits for copies by the plan of the last iteration; None without times."""
+        plan, planned_ms = self._engine.plan, self._engine.report.planned_ms
+        if plan is None or not plan.trace.step_ms or not planned_ms:
+            return None
+        return max(0.0, planned_ms - sum(plan.trace.step_ms))
 
     def _note_larger(self, relaxation: Relaxation, share: float, activation_bytes: int) -> None:
         if share > 1:
