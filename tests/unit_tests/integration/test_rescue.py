@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
 
 from megatron.slipstream.integration.budget import rescue
+from megatron.slipstream.integration.budget.batch_sizes import MicroBatches
 from megatron.slipstream.integration.budget.messages import Messages
 from megatron.slipstream.plan.settings import WHOLE
 
@@ -202,3 +204,28 @@ def test_where_it_cannot_be_repeated_the_reason_names_the_option(option: str) ->
     assert option in str(rescue.why_not(chunk))
     chunk.config = SimpleNamespace(**{option: None})
     assert rescue.why_not(chunk) is None
+
+
+def train_with_larger(*arguments: Any) -> Exhausted:
+    """As ``train_exhausted``, with micro-batches that seem larger from the call on that fails in
+    backward, and with GiB of activations."""
+    share_of, ran_out = MicroBatches.share_of, Messages.ran_out
+    sizes = iter([1.0] * LATE)
+
+    def larger(batches: MicroBatches, stage: int, size: float, is_measured: bool) -> float:
+        return share_of(batches, stage, size * next(sizes, 1000.0), is_measured)
+
+    def much(messages: Messages, failure: Any, used_bytes: int, *others: Any) -> Any:
+        return ran_out(messages, failure, used_bytes << 13, *others)
+
+    with patch.object(MicroBatches, "share_of", larger), patch.object(Messages, "ran_out", much):
+        return train_exhausted(*arguments)
+
+
+def test_a_smaller_budget_is_no_cure_for_a_micro_batch_that_is_recomputed_as_a_whole() -> None:
+    result = _train(DENSE, (LATE,), train=train_with_larger, in_backward=True)
+    assert result.settings == [(WHOLE,) * 3]
+    assert "activation_memory_budget to at most" not in result.errors[0]
+    assert "; set micro_batch_size to at most 1" in result.errors[0]
+    (warning,) = (text for text in result.warnings if "would not fit" in text)
+    assert f"a micro-batch of {DENSE.micro_batch_size} x {DENSE.seq_length} tokens" in warning

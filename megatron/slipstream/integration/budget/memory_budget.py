@@ -364,7 +364,8 @@ class MemoryBudget:
             if is_one_more:
                 self._messages.warn("more", self._batches.most_in_flight)
             else:
-                self._messages.warn("larger", share=share)
+                length, batch = self._shape
+                self._messages.warn("larger", batch=batch, length=length)
             self._make_frugal(chunk)
             return
         self._has_fitted = True
@@ -398,7 +399,8 @@ class MemoryBudget:
         """Return the error for a pass that ran out of memory; ``because``: not repeated."""
         peak_bytes = 0 if self._is_blind else self._engine.store.backend.peak_bytes(PEAK)
         used_bytes = max(0, peak_bytes - self._limits.now.resident_bytes)
-        is_frugal = self._has_run_out or self.relaxation.assignment == self.relaxation.frugal
+        is_frugal = self._has_run_out or bool(self._frugal_stages)
+        is_frugal |= self.relaxation.assignment == self.relaxation.frugal
         return self._messages.ran_out(failure, used_bytes, self._shape, because, is_frugal)
 
     # What users are told.

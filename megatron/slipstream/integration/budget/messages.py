@@ -24,9 +24,9 @@ _WARNINGS = {
     "blind": "activation_memory_budget={budget} is not followed, because backend {backend} does "
     "not count device memory: every layer is recomputed, and all that may moves; leave "
     "activation_memory_budget out, or train on a GPU",
-    "larger": "a micro-batch is {share:.2f} times as large as any before, so that with the "
-    "settings chosen for activation_memory_budget={budget} it would not fit: every layer is "
-    "recomputed for it, and for others like it",
+    "larger": "a micro-batch of {batch} x {length} tokens would not fit with the settings that "
+    "smaller ones have within activation_memory_budget={budget}: every layer is recomputed for it, "
+    "and for others like it",
     "more": "more micro-batches are in flight than the {number} for which settings were chosen "
     "within activation_memory_budget={budget}: every layer is recomputed for those beyond, and "
     "settings are chosen again from the next iteration on",
