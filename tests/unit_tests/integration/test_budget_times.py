@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any
+from dataclasses import replace
+from typing import Any, Optional
 from unittest.mock import patch
 
 import pytest
@@ -16,8 +17,10 @@ from ranks import run_ranks
 from simulated_device import SimulatedDevice, simulated_on_cpu
 
 from megatron.slipstream.fine_grained_activation_offload import planner
+from megatron.slipstream.fine_grained_activation_offload.lifecycle import Lifecycle
 from megatron.slipstream.integration.budget import messages
 from megatron.slipstream.plan.layer_visits import LayerVisits
+from megatron.slipstream.plan.relaxation import Relaxation, Stage
 from megatron.slipstream.plan.settings import Assignment
 
 CASE = ModelCase("dense", num_layers=6, overrides={"normalization": "LayerNorm"})
@@ -81,3 +84,37 @@ def test_the_time_of_a_choice_is_predicted_before_it_is_followed(most_boost: flo
     measured_ms, waited_ms, planned_ms = told[-1]
     assert (measured_ms, planned_ms) == (result.followed_ms, result.planned_ms)
     assert 0 <= waited_ms < 0.02 * measured_ms
+
+
+def train_behind(rank: int, world_size: int, port: int, run: Run) -> list[Optional[float]]:
+    """Train on a device that has finished an iteration only when the next one begins.
+
+    Returns:
+        For each timed iteration of a choice, the waits by the plan made from its times.
+    """
+    finish, note = Lifecycle.finish, Relaxation.note
+    noted: list[Optional[float]] = []
+
+    def finish_early(*arguments: Any) -> None:
+        with patch.object(Lifecycle, "read_clocks", lambda _: None):
+            finish(*arguments)
+
+    def note_waits(relaxation: Relaxation, *arguments: Any) -> None:
+        if relaxation.predicted is not None and relaxation.stage is Stage.TIMED:
+            noted.append(arguments[-1])
+        note(relaxation, *arguments)
+
+    device = SimulatedDevice(GB_PER_S, 0.0)
+    with (
+        simulated_on_cpu(device),
+        patch.object(Lifecycle, "finish", finish_early),
+        patch.object(Relaxation, "note", note_waits),
+    ):
+        train_within(rank, world_size, port, run)
+    return noted
+
+
+def test_the_waits_of_a_choice_are_known_though_the_device_is_behind_the_host() -> None:
+    (noted,) = run_ranks(1, train_behind, replace(RUN, counts=(1,) * 10))
+    assert noted
+    assert all(waits_ms is not None and waits_ms > 0 for waits_ms in noted)

@@ -295,6 +295,7 @@ class MemoryBudget:
 
     def _planned_waits_ms(self) -> Optional[float]:
         """Return the waits for copies by the plan of the last iteration; None without times."""
+        self._engine.lifecycle.read_times()  # The device was behind when the iteration ended.
         plan, planned_ms = self._engine.plan, self._engine.report.planned_ms
         if plan is None or not plan.trace.step_ms or not planned_ms:
             return None
