@@ -188,7 +188,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--soak-iterations",
         type=int,
         default=100,
-        help="length of the soak test on a GPU (%(default)s; 2000 is the full length)",
+        help="length of tests of many steps on a GPU (%(default)s; 2000 is the full length)",
     )
 
 
