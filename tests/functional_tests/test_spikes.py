@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import tiny_gpt
 import torch
-from budgeted_training import _of_lengths
+from budgeted_training import of_lengths
 from gpu_models import DENSE, MIN_NUMEL
 from tiny_gpt import DENSE_MODULES, ModelCase, build_chunks, initialize, make_config, train_steps
 
@@ -64,7 +64,7 @@ def train_spiked(case: ModelCase, number: int, budget: object = None) -> Spiked:
     torch.cuda.reset_peak_memory_stats()
     config = make_config(case, modules, **options)
     chunks = build_chunks(case, config)
-    with patch.object(tiny_gpt, "run_step", _of_lengths(lengths)):
+    with patch.object(tiny_gpt, "run_step", of_lengths(lengths)):
         try:
             for results in train_steps(case, config, chunks, [1] * number):
                 result.digests.append(digest_of(results))

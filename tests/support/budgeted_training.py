@@ -119,7 +119,7 @@ def train_within(rank: int, world_size: int, port: int, *runs: Run) -> list[Budg
 
 def _train(rank: int, run: Run) -> Budgeted:
     case = run.case
-    with patch.object(tiny_gpt, "run_step", _of_lengths(run.lengths)), ExitStack() as stack:
+    with patch.object(tiny_gpt, "run_step", of_lengths(run.lengths)), ExitStack() as stack:
         if run.lengths:
             tiny_gpt._last_switched_off.clear()
         expected, baseline = switched_off(case, run.counts, run.backend, reads_memory=True)
@@ -207,7 +207,7 @@ def _with_late_state(
     del state
 
 
-def _of_lengths(lengths: Sequence[int]) -> Any:
+def of_lengths(lengths: Sequence[int]) -> Any:
     """A ``run_step`` whose sequences have these lengths, by step."""
     plain = tiny_gpt.run_step
 
