@@ -169,7 +169,7 @@ def _undominated(templates: Mapping[LayerSetting, Template]) -> dict[LayerSettin
     """Return the settings for which no other is as good in time and in memory, fastest first."""
     found: dict[LayerSetting, tuple[float, ...]] = {}
     for setting, item in sorted(templates.items(), key=lambda pair: pair[1].compute_ms):
-        saved_bytes = item.in_forward.net_bytes
+        saved_bytes = item.in_forward.net_bytes + item.left_bytes
         costs = (
             item.compute_ms,
             saved_bytes - item.movable_bytes,

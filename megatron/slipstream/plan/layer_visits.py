@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import itertools
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Optional
 
@@ -162,7 +162,7 @@ class LayerVisits:
         self._last: Assignment = ()
         """The settings with which layers ran last."""
         self._left: dict[tuple[str, LayerSetting], int] = {}
-        """[Note: What layers keep]: bytes beyond those that the first iteration left of a layer."""
+        """[Note: What layers keep]: bytes beyond those that a layer keeps at its first setting."""
 
     def is_measured(self, kind: str, setting: LayerSetting) -> bool:
         """Return whether layers of this kind have run with this setting."""
@@ -239,9 +239,9 @@ class LayerVisits:
 
         [Note: What layers keep]
         Some modules, such as dispatchers of experts, keep their last tensors until they run again,
-        and how many depends on the setting. So forward of a layer grows by what it saves, and what
-        it keeps now, less what the last iteration left of it. That is taken out: each layer is
-        measured as if it had left what it left in the first iteration.
+        and how many depends on the setting. So an iteration's first forward of a layer grows by
+        what it saves, and by what it keeps now, less what it has kept so far. Later forwards grow
+        by what it saves, and backward frees that.
 
         Args:
             assignment: The settings with which it ran.
@@ -255,23 +255,19 @@ class LayerVisits:
         waited_ms = sum(cut.waited_ms for cut in boundaries)
         total_ms = waited_ms + sum(cut.ms or 0.0 for cut in boundaries)
         waits = waited_ms / total_ms if total_ms else 0.0
-        left = self._left_of_layers() if movable_bytes else {}
-        growth = dict.fromkeys(range(len(self.layers)), 0)
+        left = self._note_left(assignment, boundaries, scale) if movable_bytes else {}
         for begin, end in itertools.pairwise(boundaries):
             key = self._key(assignment, begin, end)
             if key is not None:
-                net = int((end.nbytes - begin.nbytes) * scale)
-                peak = int((end.peak_bytes - begin.nbytes) * scale)
-                growth[begin.layer] = growth.get(begin.layer, 0) + net
-                before = left.pop(begin.layer, 0) if begin.place is Place.LAYER else 0
-                found.setdefault(key, []).append((Work(0.0, net + before, peak + before), end.ms))
+                more = left.pop(begin.layer, 0) if begin.place is Place.LAYER else 0
+                net = int((end.nbytes - begin.nbytes) * scale) - more
+                peak = int((end.peak_bytes - begin.nbytes) * scale) - more
+                found.setdefault(key, []).append((Work(0.0, net, peak), end.ms))
             if begin.rerun is not None:
                 kind, rerun = self.layers[begin.layer].kind, begin.rerun.scaled(scale)
                 self._rerun[kind] = self._rerun.get(kind, rerun).or_worse(rerun)
         for key, works in found.items():
             self._note(key, works, waits, has_memory=bool(movable_bytes))
-        if movable_bytes:
-            self._note_left(assignment, growth)
         self._last = assignment
         passes = list(_schedule(boundaries, self.layers))
         extra = [one.extra_bytes for one in self.schedule]
@@ -282,20 +278,35 @@ class LayerVisits:
             known = self._movable.get((layer.kind, setting), nbytes)
             self._movable[layer.kind, setting] = min(known, nbytes)
 
-    def _left_of_layers(self) -> dict[int, int]:
-        """Return, for each layer, what the last iteration left of it: [Note: What layers keep]."""
-        pairs = enumerate(zip(self.layers, self._last, strict=False))
-        return {index: self._left.get((layer.kind, last), 0) for index, (layer, last) in pairs}
+    def _note_left(
+        self, assignment: Assignment, boundaries: Sequence[Boundary], scale: float
+    ) -> dict[int, int]:
+        """Note what layers keep: [Note: What layers keep].
 
-    def _note_left(self, assignment: Assignment, growth: Mapping[int, int]) -> None:
-        """Note what layers keep, from the bytes by which each has grown in an iteration."""
-        left, found = self._left_of_layers(), dict[tuple[str, LayerSetting], int]()
-        for index, (layer, setting) in enumerate(zip(self.layers, assignment, strict=True)):
-            nbytes = left[index] + growth[index] if left else 0
-            key = layer.kind, setting
-            found[key] = max(found.get(key, nbytes), nbytes)
-        # What was found first has been added to the least.
+        Returns:
+            For each layer, by how much that is more than before the iteration.
+        """
+        nets: dict[tuple[Place, int], list[int]] = {}
+        for begin, end in itertools.pairwise(boundaries):
+            net = int((end.nbytes - begin.nbytes) * scale)
+            nets.setdefault((begin.place, begin.layer), []).append(net)
+        more: dict[int, int] = {}
+        found: dict[tuple[str, LayerSetting], int] = {}
+        last = self._last or assignment
+        for index, (layer, old, new) in enumerate(zip(self.layers, last, assignment, strict=True)):
+            first, *later = nets.get((Place.LAYER, index), [0])
+            freed = [-net for net in nets.get((Place.GRADIENT, index), [-first])]
+            more[index] = first - max(later or freed)
+            nbytes = self._left.get((layer.kind, old), 0) + more[index] * bool(self._last)
+            found[layer.kind, new] = max(found.get((layer.kind, new), nbytes), nbytes)
         self._left = {**found, **self._left}
+        return more
+
+    @property
+    def left_bytes(self) -> int:
+        """What layers have kept since they ran last, beyond what they keep at their first ones."""
+        pairs = zip(self.layers, self._last, strict=False)
+        return sum(self._left.get((layer.kind, setting), 0) for layer, setting in pairs)
 
     def _set_schedule(self, passes: Iterable[ScheduledPass], extra: Iterable[int]) -> None:
         pairs = zip(passes, extra, strict=True)
@@ -399,6 +410,7 @@ class LayerVisits:
         for kind in sorted(self._rerun):
             rerun = self._rerun[kind]
             values += [rerun.nbytes, -rerun.mlp_bytes, rerun.output_bytes]
+        values += [self._left[key] for key in sorted(self._left, key=_order)]
         return values + [one.extra_bytes for one in self.schedule]
 
     def take(self, numbers: Iterable[float]) -> None:
@@ -413,6 +425,8 @@ class LayerVisits:
         for kind in sorted(self._rerun):
             nbytes, mlp_bytes, output_bytes = (int(next(left)) for _ in range(3))
             self._rerun[kind] = Rerun(nbytes, -mlp_bytes, output_bytes)
+        for name in sorted(self._left, key=_order):
+            self._left[name] = int(next(left))
         self._set_schedule(self.schedule, map(int, left))
 
     # Templates.
@@ -429,7 +443,11 @@ class LayerVisits:
             for kind in {layer.kind for layer in self.layers}
         }
         return RankTemplates(
-            templates, tuple(self._chunks()), self.schedule, bandwidth, state_bytes
+            templates,
+            tuple(self._chunks()),
+            self.schedule,
+            bandwidth,
+            state_bytes - self.left_bytes,
         )
 
     def _template(self, kind: str, setting: LayerSetting) -> Template:
@@ -446,6 +464,7 @@ class LayerVisits:
             ),
             (TemplateGroup(ONE_GROUP),),
             (TemplateStorage(movable, (0,)),) if movable else (),
+            left_bytes=self._left.get((kind, setting), 0),
         )
 
     def _template_or_bound(self, kind: str, setting: LayerSetting) -> Template:

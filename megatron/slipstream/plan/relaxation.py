@@ -30,7 +30,7 @@ from megatron.slipstream.plan.assignments import NEAR
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.choose import choose, planned
 from megatron.slipstream.plan.layer_visits import Boundary, LayerVisits, RankLayer
-from megatron.slipstream.plan.settings import Assignment, LayerSetting
+from megatron.slipstream.plan.settings import FEED_FORWARD, Assignment, LayerSetting
 from megatron.slipstream.plan.templates import RankTemplates
 from megatron.slipstream.plan.trace import Bandwidth
 
@@ -280,7 +280,7 @@ class Relaxation:
         if self._num_trials == MAX_TRIALS:
             return None
         visits, trial = self.visits, self.frugal
-        left_by_earlier = limits.base_bytes - limits.resident_bytes
+        left_by_earlier = limits.base_bytes - limits.resident_bytes - visits.left_bytes
         # What the frugal iteration needed beyond what is composed for it, any other may need, too.
         beside = max(left_by_earlier, self._frugal_bytes - visits.most_bytes(trial))
         allowed = (1 - MARGIN) * limits.allowed_bytes - beside
@@ -338,8 +338,13 @@ class Relaxation:
 
 
 def _worth_trying(settings: Sequence[LayerSetting]) -> list[LayerSetting]:
-    """Return the settings to try, the least frugal first: single parts, and all at once."""
+    """Return the settings to try: nothing, all parts at once, and single ones.
+
+    Of these, the MLP or the experts are the first: where room is left for few trials, no other part
+    frees enough.
+    """
     least, most = settings[-1], settings[min(1, len(settings) - 1)]
     single = [setting for setting in reversed(settings) if len(setting - least) == 1]
+    single.sort(key=lambda setting: not (setting - least) & FEED_FORWARD)
     chosen = dict.fromkeys([least, most, *single])
     return [setting for setting in chosen if setting != settings[0]]

@@ -109,6 +109,9 @@ class Template:
     """The part of the backward time that recomputes."""
     recomputed_bytes: int = 0
     """Bytes of saved tensors that backward computes again, which forward did not keep."""
+    left_bytes: int = 0
+    """Bytes that are always in use beside :attr:`RankTemplates.state_bytes`, such as what modules
+    keep until they run again."""
 
     @cached_property
     def lanes(self) -> tuple[_Lane, _Lane]:
@@ -153,6 +156,7 @@ class Template:
             storages=tuple(TemplateStorage(n, (0,), is_input=is_in) for n, is_in in sizes if n),
             recompute_ms=self.recompute_ms * count,
             recomputed_bytes=self.recomputed_bytes * count,
+            left_bytes=self.left_bytes * count,
         )
 
 
@@ -295,7 +299,8 @@ class RankTemplates:
                 ``trace``. No engine makes these, but without any mark a trace says nothing.
         """
         chunks = self.passes(assignment)
-        recorder = _Recorder(self.state_bytes, marks_all)
+        left_bytes = sum(item.left_bytes for chunk in chunks for item in chunk.templates)
+        recorder = _Recorder(self.state_bytes + left_bytes, marks_all)
         in_flight: dict[tuple[int, int], int] = {}
         for direction, micro_batch, vp_stage, wait_ms, extra_bytes in self.schedule:
             recorder.spend(wait_ms)

@@ -51,10 +51,8 @@ class DeviceLimits:
         """What is followed."""
         self.allowed_bytes = 0
         """Bytes of activations that all ranks of the stage may use, as of the last choice."""
-        self._left_first: Optional[int] = None
-        """What the first iteration left allocated beside gradients; None before it has ended."""
-        self._left_bytes = 0
-        """What the last one has left: [Note: What layers keep]."""
+        self._left_bytes: Optional[int] = None
+        """What iterations have left allocated beside gradients; None before the first one."""
         self._end_bytes = math.inf
         """The device peak at which memory has run out."""
 
@@ -71,8 +69,8 @@ class DeviceLimits:
         backend = self._engine.store.backend
         reading = backend.memory()
         assert reading is not None
-        resident_bytes = reading[0] + _absent_gradient_bytes(chunks) - max(0, self._left_bytes)
-        base_bytes = resident_bytes + max(0, self._left_first or 0)
+        base_bytes = reading[0] + _absent_gradient_bytes(chunks)
+        resident_bytes = base_bytes - max(0, self._left_bytes or 0)
         if self._budget != "auto":
             device_bytes = resident_bytes + int(self._budget * 2**30)
         else:
@@ -82,7 +80,7 @@ class DeviceLimits:
         # Frugal settings ran where others have run out.
         end_bytes = max(self._end_bytes, resident_bytes + frugal_bytes)
         bandwidth = (
-            None if self._left_first is None else self._engine.lifecycle.planner.measure_bandwidth()
+            None if self._left_bytes is None else self._engine.lifecycle.planner.measure_bandwidth()
         )
         host_bytes = self._engine.store.host_pool.limit_bytes
         device_bytes = int(min(device_bytes, end_bytes))
@@ -90,9 +88,7 @@ class DeviceLimits:
 
     def note_growth(self, nbytes: int) -> None:
         """Note by how much an iteration has increased what is allocated beside gradients."""
-        self._left_bytes += nbytes
-        if self._left_first is None:
-            self._left_first = nbytes
+        self._left_bytes = (self._left_bytes or 0) + nbytes
 
     def end_at(self, peak_bytes: int) -> None:
         """Note that memory has run out at a device peak: less is there than was assumed."""
