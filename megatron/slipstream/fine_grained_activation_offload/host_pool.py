@@ -26,6 +26,11 @@ for the copy streams. Such a buffer says so in ``in_flight``. When it is freed, 
 until :meth:`HostPool.recover`, which the engine calls before the next iteration. That also frees
 buffers that an exception has left without an owner.
 
+[Note: Interrupts of the pool]
+An exception may come while free ranges change, also in a destructor, where Python only reports it.
+The pool then stays busy: it allocates nothing, and buffers that are freed wait, until
+:meth:`HostPool.recover` has waited for all copies and builds the ranges from the buffers in use.
+
 [Note: Waste of host memory]
 Pinned memory beyond the requested bytes has three parts. *Slack*: requests are rounded up to a size
 class, by less than a sixteenth for 8 KiB or more. *Unusable*: memory that was free when a slab was
@@ -280,6 +285,7 @@ class HostPool:
         self._unsettled: list[HostAllocation] = []
         """Returned buffers that copies may still use: [Note: Copies without a signal]."""
         self._is_busy = False
+        """Whether free memory is changing, or an exception has interrupted that."""
         self.layout: Any = None
         """The :class:`Layout` being followed; None after an unplanned request."""
         self.allocated_bytes = 0
@@ -328,15 +334,25 @@ class HostPool:
         return slack + min(self._unusable_bytes, self.allocated_bytes - self.high_water_bytes)
 
     def allocate(self, nbytes: int) -> HostAllocation:
-        """Allocate at least ``nbytes`` bytes; ``HostMemoryFull`` if the pool cannot grow."""
+        """Allocate at least ``nbytes`` bytes.
+
+        Raises:
+            HostMemoryFull: The pool cannot grow, or an exception has interrupted one of its
+                methods: [Note: Interrupts of the pool].
+        """
+        if self._is_busy:
+            raise HostMemoryFull
         if self._returned:
             self._take_back()
+        self._is_busy = True
         try:
-            self._is_busy = True
             self._leave_layout()
-            return self._allocate_span(nbytes)
-        finally:
+            allocation = self._allocate_span(nbytes)
+        except HostMemoryFull:
             self._is_busy = False
+            raise
+        self._is_busy = False
+        return allocation
 
     def make_layout(self, buffers: HostLayout) -> Any:
         """Return a :class:`Layout` for :meth:`follow`, from one for :attr:`slab_lengths`."""
@@ -369,7 +385,10 @@ class HostPool:
         layout.is_followed = False
         for in_use in layout.take_in_use():
             self._in_use[id(in_use[0])] = InUse(*in_use)
-        events = layout.newest
+        self._build_free(layout.newest)
+
+    def _build_free(self, events: tuple[Any, ...]) -> None:
+        """Build the free ranges from the buffers in use; events end the last copies of the rest."""
         self._free = FreeRanges()
         in_use = sorted((item.slab, item.start, item.stop) for item in self._in_use.values())
         for number, slab in enumerate(self._slab_bytes):
@@ -429,11 +448,14 @@ class HostPool:
 
         ``finish`` blocks the host until every copy has completed (edge E7).
         """
-        self._is_busy = False
+        was_interrupted = self._is_busy
         lost = [item.allocation for item in self._in_use.values() if item.allocation.is_lost]
         layout_has_lost = self.layout is not None and self.layout.has_lost
-        if self._unsettled or lost or layout_has_lost:
+        if self._unsettled or lost or layout_has_lost or was_interrupted:
             finish()
+            if was_interrupted and self.layout is None:
+                self._build_free(())
+            self._is_busy = False
             unsettled, self._unsettled = self._unsettled, []
             for allocation in {id(one): one for one in (*unsettled, *lost)}.values():
                 allocation.in_flight, allocation.last_use = None, ()
@@ -499,12 +521,11 @@ class HostPool:
         """Free returned buffers, unless a method is changing the free memory."""
         if self._is_busy:
             return
-        try:
-            self._is_busy = True
-            while self._returned:
-                self._free_buffer(self._returned.popleft())
-        finally:
-            self._is_busy = False
+        self._is_busy = True
+        while self._returned:
+            self._free_buffer(self._returned[0])
+            self._returned.popleft()
+        self._is_busy = False
 
     def _free_buffer(self, allocation: HostAllocation) -> None:
         if self.layout is not None and self.layout.has(allocation):

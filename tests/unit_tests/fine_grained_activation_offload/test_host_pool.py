@@ -4,9 +4,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
-from collections.abc import Callable
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Optional
 
 import pytest
@@ -25,6 +30,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import (
     HostMemoryFull,
     HostPool,
 )
+from megatron.slipstream.plan import host_layout
 from megatron.slipstream.plan.host_layout import MIN_BUFFER_BYTES, FreeRanges, size_class_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -534,3 +540,71 @@ def test_a_buffer_given_back_twice_is_free_once(pool: HostPool) -> None:
     assert pool.in_use_bytes == 0
     addresses = {pool.allocate(8 * KIB).buffer.address for _ in range(2)}
     assert len(addresses) == 2
+
+
+class _Interrupt(BaseException):
+    """Comes between two lines, as of a signal."""
+
+
+@contextmanager
+def interrupted_at(number: int) -> Iterator[list[int]]:
+    """Context in which the line of that number raises where free ranges change."""
+    before, count = sys.gettrace(), [0]
+
+    def on_line(_: FrameType, event: str, __: object) -> object:
+        if event == "line":
+            count[0] += 1
+            if count[0] == number + 1:
+                raise _Interrupt
+        return on_line
+
+    def trace(frame: FrameType, _: str, __: object) -> object:
+        return on_line if frame.f_code.co_filename == host_layout.__file__ else None
+
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(before)
+
+
+class _Storage:
+    """Owns a buffer of a pool."""
+
+    def __init__(self, pool: HostPool, nbytes: int) -> None:
+        self.allocation = pool.allocate(nbytes)
+        self.allocation.owner = weakref.ref(self)
+
+
+@pytest.mark.parametrize("in_destructor", [False, True])
+def test_an_interrupt_while_free_ranges_change_loses_and_shares_no_byte(
+    in_destructor: bool, backend: CountingBackend
+) -> None:
+    """In a destructor, the iteration goes on; otherwise the pool recovers next."""
+    for number in itertools.count():
+        pool, rng = HostPool(backend), random.Random(0)
+        storages = [_Storage(pool, 8 * KIB) for _ in range(12)]
+        rng.shuffle(storages)
+        for _ in range(4):
+            pool.free(storages.pop().allocation)
+        with interrupted_at(number) as count, suppress(_Interrupt):
+            if not in_destructor:
+                pool.free(storages.pop().allocation)
+                storages.append(_Storage(pool, 4 * KIB))
+            pool.free(storages.pop().allocation)
+        if count[0] <= number:
+            break
+        if in_destructor:
+            with pytest.raises(HostMemoryFull):
+                pool.allocate(4 * KIB)
+        pool.recover(lambda: None)
+        storages += [_Storage(pool, 8 * KIB) for _ in range(8)]
+        buffers = [one.allocation.buffer for one in storages]
+        places = sorted((one.address, one.address + one.nbytes) for one in buffers)
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(places))
+        for storage in storages:
+            pool.free(storage.allocation)
+        assert pool.in_use_bytes == 0
+        assert pool._free.ranges() == [(n, 0, one.nbytes) for n, one in enumerate(pool._slab_bytes)]
+        pool.close()
+    assert number > 8
