@@ -506,10 +506,10 @@ def compose_choices(
     return resident, compared
 
 
-@pytest.mark.parametrize(("budget", "number"), [(0.9, 1), (0.75, 1), (0.75, 2)])
-def test_what_experts_keep_until_they_run_again_counts_once(budget: float, number: int) -> None:
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_experts_keep_until_they_run_again_counts_once(number: int) -> None:
     """It depends on the setting, and is neither resident nor what another layer saves."""
-    run = Run(EXPERTS, budget, (number,) * 10, modules=MOE_MODULES)
+    run = Run(EXPERTS, 0.75, (number,) * 7, modules=MOE_MODULES)
     ((resident, compared),) = run_ranks(1, compose_choices, run)
     assert max(resident) - min(resident) < 64, "counters of modules"
     assert compared
