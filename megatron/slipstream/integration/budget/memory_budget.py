@@ -271,7 +271,8 @@ class MemoryBudget:
         if relaxation.predicted is not None:
             # All that may moves while a choice is recorded; afterwards, what its plan says.
             needed_bytes = max(needed_bytes, self._planned_bytes - self.resident_bytes)
-        waits_ms = self._planned_waits_ms() if is_timed else None
+        is_choice = is_timed and relaxation.predicted is not None
+        waits_ms = self._planned_waits_ms() if is_choice else None
         relaxation.note(boundaries, self._movable_bytes, needed_bytes, scale, waits_ms)
         relaxation.take(self._ranks.largest(relaxation.numbers()))
         limits = self._limits.find(self._chunks, relaxation.frugal_bytes)
