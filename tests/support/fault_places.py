@@ -90,14 +90,17 @@ class Place:
         return failing
 
     @contextlib.contextmanager
-    def among_lines(self) -> Iterator[None]:
-        """Within the context, the engine's lines in Python are the places, as of a signal."""
+    def among_lines(self, files: str = ENGINE) -> Iterator[None]:
+        """Within the context, lines of Python of such a file are the places, as of a signal.
+
+        ``files`` is a folder or a file: those of the engine if it is not given.
+        """
         before = sys.gettrace()
 
         def trace(frame: FrameType, _: str, __: Any) -> Any:
             file = frame.f_code.co_filename
             # Once for each frame, since its callers stay: not for each of its lines.
-            if not file.startswith(ENGINE) or is_in_device(frame):
+            if not file.startswith(files) or is_in_device(frame):
                 return None
             return on_line
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Optional
 
 import pytest
 import torch
+from fault_places import Fault, Place
 from hypothesis import assume, example, given, settings, strategies as st
 from make_trace import Schedule, interleaved, one_f_one_b
 
@@ -542,32 +541,6 @@ def test_a_buffer_given_back_twice_is_free_once(pool: HostPool) -> None:
     assert len(addresses) == 2
 
 
-class _Interrupt(BaseException):
-    """Comes between two lines, as of a signal."""
-
-
-@contextmanager
-def interrupted_at(number: int) -> Iterator[list[int]]:
-    """Context in which the line of that number raises where free ranges change."""
-    before, count = sys.gettrace(), [0]
-
-    def on_line(_: FrameType, event: str, __: object) -> object:
-        if event == "line":
-            count[0] += 1
-            if count[0] == number + 1:
-                raise _Interrupt
-        return on_line
-
-    def trace(frame: FrameType, _: str, __: object) -> object:
-        return on_line if frame.f_code.co_filename == host_layout.__file__ else None
-
-    sys.settrace(trace)
-    try:
-        yield count
-    finally:
-        sys.settrace(before)
-
-
 class _Storage:
     """Owns a buffer of a pool."""
 
@@ -587,12 +560,13 @@ def test_an_interrupt_while_free_ranges_change_loses_and_shares_no_byte(
         rng.shuffle(storages)
         for _ in range(4):
             pool.free(storages.pop().allocation)
-        with interrupted_at(number) as count, suppress(_Interrupt):
+        place = Place(number)
+        with place.among_lines(host_layout.__file__), suppress(Fault):
             if not in_destructor:
                 pool.free(storages.pop().allocation)
                 storages.append(_Storage(pool, 4 * KIB))
             pool.free(storages.pop().allocation)
-        if count[0] <= number:
+        if not place.is_reached:
             break
         if in_destructor:
             with pytest.raises(HostMemoryFull):
