@@ -19,26 +19,28 @@ import tiny_gpt
 import torch
 from budgeted_training import of_lengths
 from gpu_models import DENSE, MIN_NUMEL
-from tiny_gpt import DENSE_MODULES, ModelCase, build_chunks, initialize, make_config, train_steps
+from tiny_gpt import DENSE_MODULES, build_chunks, initialize, make_config, train_steps
 
 from megatron.slipstream.integration import install
 from megatron.slipstream.options.fields import OffloadConfig
 
 CASE = replace(DENSE, num_layers=16, hidden_size=1024, num_attention_heads=8, seq_length=8192)
-SHARE_OF_SPIKES = 0.025
 NUM_SETTLING = 20
 """Steps before the first spike."""
+SPIKES_EVERY = 40
+"""Steps from one to the next."""
 SHARE_OF_PEAK = 0.65
 """What the device has for activations: more than whole layers recomputed need, 8192^2 gradients of
 scores for each head among it if attention is deterministic."""
 
 
-def lengths_of(case: ModelCase, number: int) -> list[int]:
-    """Lengths of steps: up to a quarter of the case's, and spikes of its own length."""
-    draw, unit = random.Random(7), case.seq_length // 64
-    spikes = {NUM_SETTLING, *range(NUM_SETTLING, number, int(1 / SHARE_OF_SPIKES))}
-    short = [unit * draw.randint(4, 16) for _ in range(number)]
-    return [case.seq_length if step in spikes else short[step] for step in range(number)]
+def lengths_of(number: int) -> list[int]:
+    """Lengths of steps: at random up to a quarter of the case's, and spikes of its own length."""
+    draw, unit = random.Random(7), CASE.seq_length // 64
+    lengths = [unit * draw.randint(4, 16) for _ in range(number)]
+    for step in range(NUM_SETTLING, number, SPIKES_EVERY):
+        lengths[step] = CASE.seq_length
+    return lengths
 
 
 @dataclass
@@ -52,9 +54,9 @@ class Spiked:
     error: str = ""
 
 
-def train_spiked(case: ModelCase, number: int, budget: object = None) -> Spiked:
+def train_spiked(number: int, budget: object = None) -> Spiked:
     """Train with :func:`lengths_of`, within a budget or without the engine."""
-    result, lengths, modules = Spiked(), lengths_of(case, number), ()
+    result, modules = Spiked(), ()
     options: dict[str, object] = {}
     if budget is not None:
         install.install(OffloadConfig(activation_memory_budget=budget))  # type: ignore[arg-type]
@@ -62,11 +64,11 @@ def train_spiked(case: ModelCase, number: int, budget: object = None) -> Spiked:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    config = make_config(case, modules, **options)
-    chunks = build_chunks(case, config)
-    with patch.object(tiny_gpt, "run_step", of_lengths(lengths)):
+    config = make_config(CASE, modules, **options)
+    chunks = build_chunks(CASE, config)
+    with patch.object(tiny_gpt, "run_step", of_lengths(lengths_of(number))):
         try:
-            for results in train_steps(case, config, chunks, [1] * number):
+            for results in train_steps(CASE, config, chunks, [1] * number):
                 result.digests.append(digest_of(results))
                 if not result.resident_bytes:
                     result.resident_bytes = torch.cuda.memory_allocated()
@@ -115,18 +117,18 @@ def test_a_budget_fits_spikes_that_end_in_an_error_without_it(
 ) -> None:
     number = request.config.getoption("--soak-iterations")
     initialize(CASE)
-    room = train_spiked(CASE, number)
+    room = train_spiked(number)
     assert room.error == ""
     activation_bytes = room.peak_bytes - room.resident_bytes
     limit_bytes = room.resident_bytes + int(SHARE_OF_PEAK * activation_bytes)
     with device_limited(limit_bytes):
-        off = train_spiked(CASE, number)
+        off = train_spiked(number)
     with device_limited(limit_bytes):
-        ours = train_spiked(CASE, number, "auto")
+        ours = train_spiked(number, "auto")
     record_row(
         "spikes",
         num_steps=number,
-        num_spikes=lengths_of(CASE, number).count(CASE.seq_length),
+        num_spikes=lengths_of(number).count(CASE.seq_length),
         limit_bytes=limit_bytes,
         peak_bytes=[one.peak_bytes for one in (room, off, ours)],
         num_ended=[len(one.digests) for one in (room, off, ours)],
