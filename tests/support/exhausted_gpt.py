@@ -35,7 +35,6 @@ from megatron.slipstream.integration import install
 from megatron.slipstream.integration.budget import rescue
 from megatron.slipstream.integration.budget.device_limits import MARGIN
 from megatron.slipstream.integration.budget.memory_budget import PEAK
-from megatron.slipstream.integration.cpu import cpu_memory
 from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 from megatron.slipstream.integration.layers import layer_settings
 from megatron.slipstream.options.fields import OffloadConfig
@@ -284,7 +283,6 @@ def _counted_time() -> Iterator[None]:
     }
     with (
         patch.multiple(CpuBackend, **patches),
-        patch.object(cpu_memory, "loaded_module", lambda: None),
         patch.object(DeviceMemoryMeter, "__torch_dispatch__", counted),
         patch.object(planner, "measure_link", lambda _: Bandwidth(*[1.0] * 4)),
     ):

@@ -15,18 +15,10 @@ from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
     CpuBackend,
     LazyCpuBackend,
 )
-from megatron.slipstream.fine_grained_activation_offload.native import native_module
-from megatron.slipstream.integration.cpu import cpu_memory
 from megatron.slipstream.integration.cpu.cpu_memory import DeviceMemoryMeter
 
 KIB = 1024
 FLOATS_PER_KIB = KIB // 4
-
-
-@pytest.fixture(autouse=True, params=["Python", "C++"])
-def _counts_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = native_module() if request.param == "C++" else None
-    monkeypatch.setattr(cpu_memory, "loaded_module", lambda: module)
 
 
 def test_counts_what_lives_and_keeps_the_peak() -> None:

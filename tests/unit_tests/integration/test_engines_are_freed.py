@@ -185,7 +185,6 @@ NOT_COLLECTED = {
     "SavedStorage": "autograd owns it",
     "SavedTensor": "autograd owns it",
     "PackHook": "autograd owns it",
-    "Meter": "holds weak references to storages",
 }
 """Types in C++ that are in no cycle that the garbage collector could free, and why."""
 

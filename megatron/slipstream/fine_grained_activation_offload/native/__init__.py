@@ -45,11 +45,6 @@ def native_module() -> Optional[Any]:
         return None
 
 
-def loaded_module() -> Optional[Any]:
-    """Return the compiled module if this process has loaded it; None otherwise."""
-    return native_module() if native_module.cache_info().currsize else None
-
-
 def _configure(module: Any) -> None:
     module.configure(
         residences=Residence,

@@ -3,7 +3,6 @@
 // Python bindings.
 
 #include "iteration.h"
-#include "meter.h"
 
 using namespace slipstream;
 
@@ -406,23 +405,6 @@ void bind_steps(py::module_& module) {
       });
 }
 
-void bind_meter(py::module_& module) {
-  py::class_<Meter>(module, "Meter")
-      .def(py::init<double, int>())
-      .def("__enter__",
-           [](py::object meter) {
-             meter.cast<Meter&>().enter();
-             return meter;
-           })
-      .def("__exit__", [](Meter& meter, const py::args&) { meter.exit(); })
-      .def_property_readonly("allocated_bytes", &Meter::allocated_bytes)
-      .def_property_readonly("peak_bytes", &Meter::peak_bytes)
-      .def("reset_peak", &Meter::reset_peak)
-      .def("note_size", [](Meter& meter, const py::object& storage) {
-        meter.note_size(torch::createStorage(storage.ptr()));
-      });
-}
-
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -458,7 +440,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_pass(module);
   bind_store(module);
   bind_steps(module);
-  bind_meter(module);
   module.def("mark", [](const py::object& tensor, py::object function) {
     return mark(tensor, Callback(std::move(function)));
   });

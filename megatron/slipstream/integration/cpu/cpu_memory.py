@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.slipstream.fine_grained_activation_offload.native import loaded_module
 from megatron.slipstream.fine_grained_activation_offload.storage import memory_of
 
 GLOO_RELEASES_S = 0.0005
@@ -32,15 +31,8 @@ class DeviceMemoryMeter(TorchDispatchMode):
     Limitations: counts only the thread that entered it (autograd on the CPU runs there as well). A
     storage that is resized in place keeps its first size, unless :meth:`note_size` is called.
     Tensors without a storage (sparse, opaque) do not count. A gloo thread keeps what it reduces or
-    gathers alive for 0.1 ms longer, which may raise the peak. Costs about 40 us per operation, or
-    1.5 us where this process has loaded the native module, which then counts instead.
+    gathers alive for 0.1 ms longer, which may raise the peak. Costs about 40 us per operation.
     """
-
-    def __new__(cls) -> Any:
-        native = loaded_module()
-        if native is not None:
-            return native.Meter(GLOO_RELEASES_S, MAX_RELEASES)
-        return super().__new__(cls)
 
     def __init__(self) -> None:
         super().__init__()
