@@ -34,6 +34,7 @@ from megatron.slipstream.plan.check import PlanFacts, check_plan
 from megatron.slipstream.plan.pace import pace
 from megatron.slipstream.plan.peak import PeakDrop, peak_drop
 from megatron.slipstream.plan.render import format_bytes, render_plan, summarize, why_groups_stay
+from megatron.slipstream.plan.selection import why_not_followed
 from megatron.slipstream.plan.timeline import device_memory
 from megatron.slipstream.plan.trace import Bandwidth, Trace
 from megatron.slipstream.plan.walk import simulate
@@ -71,6 +72,8 @@ class Planner:
     def make(self, trace: Trace) -> PlanEntry:
         """Build a plan and prove it safe; it replaces the plan for the same steps."""
         plan = build_plan(trace, self.options)
+        if not trace.step_ms and self._store.backend.takes_time:
+            plan = replace(plan, notes=())  # The plan from times may honor these options.
         self._tell(plan)
         self.facts = check_plan(plan)
         entry = self.plans.put(plan)
@@ -94,6 +97,8 @@ class Planner:
         """
         measured = self.measure_bandwidth()
         if measured is None:
+            plan = entry.plan
+            entry.plan = replace(plan, notes=why_not_followed(plan.trace, plan.options))
             return False
         num_moved, all_times = entry.num_moving, entry.times
         total_ms = statistics.median(times.total_ms for times in all_times)
@@ -215,9 +220,7 @@ class Planner:
             self._told.add("nothing")
             self._tell_that_nothing_moves(plan)
         for note in plan.notes:
-            if note not in self._told and (
-                plan.trace.step_ms or not self._store.backend.takes_time
-            ):
+            if note not in self._told:
                 self._told.add(note)
                 logger.warning("rank %d: %s", self._report.rank, note)
         limit_bytes = plan.options.host_memory_limit_bytes

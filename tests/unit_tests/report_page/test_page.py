@@ -31,6 +31,7 @@ from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_trace, save_trace
+from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.trace import Trace
 from megatron.slipstream.plan.walk import simulate
 from megatron.slipstream.report_page import page as page_module
@@ -267,6 +268,15 @@ def test_a_rank_without_a_plan_says_how_to_get_its_timeline() -> None:
     page = Page(render_page(Report([run.rank, RankReport(1)]), {0: run.plan}))
     assert len(page.data) == 1
     assert page.text.count("--offload-trace-path trace.json") == 1
+
+
+def test_a_plan_without_the_notes_of_its_first_iteration_is_no_other() -> None:
+    run = make_run()
+    trace, options = replace(run.plan.trace, step_ms=()), PolicyOptions(max_overhead_percent=1)
+    plan = build_plan(trace, options)
+    assert plan.notes
+    report = replace(run.rank, plan=render_plan(replace(plan, notes=())), notes=[])
+    assert "another plan" not in Page(render_page(Report([report]), {0: plan})).text
 
 
 def test_a_plan_that_the_rank_did_not_follow_is_said_to_be_another() -> None:
