@@ -221,9 +221,9 @@ class ActivationStore:
     # Saved-tensor hooks.
 
     def hooks(
-        self, group: OffloadTensorGroup, reader: Any
+        self, group: Optional[OffloadTensorGroup], reader: Any
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Return autograd's pack and unpack hooks for a region of ``group``.
+        """Return autograd's pack and unpack hooks for a region of ``group``; None: all stays.
 
         ``reader.read`` reads the saved tensors (with C++, those that it does not handle). Only the
         hook references it, not the store, so that an engine is freed with its last graph.
@@ -234,8 +234,10 @@ class ActivationStore:
         """Return whether this is an engine's pack hook."""
         return getattr(getattr(pack, "func", None), "__func__", None) is ActivationStore.pack
 
-    def pack(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
+    def pack(self, group: Optional[OffloadTensorGroup], tensor: torch.Tensor) -> Any:
         """Pack ``tensor``, saved in a region of ``group``. Return what autograd keeps instead."""
+        if group is None:
+            return _keep(tensor)
         if type(tensor) is not torch.Tensor:
             # Subclasses (parameters, quantised and distributed tensors) hold memory that they do
             # not own.

@@ -130,7 +130,7 @@ class NativeStore(ActivationStore):
     # Saved-tensor hooks.
 
     def hooks(
-        self, group: OffloadTensorGroup, reader: Any
+        self, group: Optional[OffloadTensorGroup], reader: Any
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         hooks: tuple[Any, Any] = self.native.hooks(group, reader)
         return hooks
@@ -138,7 +138,7 @@ class NativeStore(ActivationStore):
     def is_own_hook(self, pack: Any) -> bool:
         return type(pack) is self._module.PackHook or super().is_own_hook(pack)
 
-    def pack(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
+    def pack(self, group: Optional[OffloadTensorGroup], tensor: torch.Tensor) -> Any:
         return self.native.pack(group, tensor)
 
     def _find(self, memory: int) -> Optional[SavedStorage]:

@@ -43,18 +43,24 @@ class Regions:
     ) -> None:
         """Enter a region of a group; None if saved tensors need not be tracked.
 
-        For ``reader`` see ``ActivationStore.hooks``; :attr:`flag` is set if ``sets_flag``.
+        For ``reader`` see ``ActivationStore.hooks``; :attr:`flag` is set if ``sets_flag``. Within
+        another region, one that is not tracked has hooks as well: otherwise the group around it
+        would hold what is saved in it.
         """
-        if group is not None and self._others_save():
+        active = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        is_others = active is not None and not self._store.is_own_hook(active[0])
+        if is_others and group is not None:
             group.kinds_staying |= Staying.TAKEN.bit
-            group = None
-        if group is None:
+            self._warn_of_others()
+        if is_others or (group is None and active is None):
             self.entered.append(None)
             return
         hooks, flag = saved_tensors_hooks(*self._store.hooks(group, reader)), self.flag
         self.entered.append(flag is not None and bool(getattr(flag.owner, flag.name)))
         hooks.__enter__()
-        if sets_flag and flag is not None and group.name not in flag.without:
+        if not sets_flag or flag is None or group is None:
+            return
+        if group.name not in flag.without:
             setattr(flag.owner, flag.name, True)
 
     def leave(self) -> None:
@@ -81,19 +87,15 @@ class Regions:
         if self.flag is not None:
             setattr(self.flag.owner, self.flag.name, is_set)
 
-    def _others_save(self) -> bool:
-        """Return whether other saved-tensor hooks are active, which must see all saved tensors.
+    def _warn_of_others(self) -> None:
+        """Say once that other saved-tensor hooks are active, which must see all saved tensors.
 
         A non-reentrant checkpoint counts saved tensors in forward and in recomputation: if it
         missed some in one of them, backward would get the wrong tensors.
         """
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is None or self._store.is_own_hook(hooks[0]):
-            return False
         if not self._has_warned_of_others:
             self._has_warned_of_others = True
             logger.warning(
                 "a group runs under other saved-tensor hooks (of a checkpoint, of save_on_cpu), so "
                 "nothing of it moves"
             )
-        return True

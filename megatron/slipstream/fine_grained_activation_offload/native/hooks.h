@@ -130,7 +130,7 @@ inline void call_before(const py::object& object, Callback callback) {
 struct PackHook {
   py::object owner_of_store;
   Store* store;
-  std::shared_ptr<Group> group;
+  std::shared_ptr<Group> group;  // None if its saved tensors are not tracked.
 };
 
 // The hook, not the store, holds the engine, so that the engine is freed with its last graph.
@@ -170,26 +170,23 @@ class Regions {
             UnpackHookObject::make({owner_of_store, store, engine})};
   }
 
-  // Whether saved-tensor hooks other than an engine's are active.
-  static bool others_save() {
-    const auto hooks = at::SavedTensorDefaultHooks::get_hooks();
-    return hooks.has_value() && !PackHookObject::is(hooks->first.ptr(getPyInterpreter()));
-  }
-
   // Enters the region of the group that a mark in C++ started last. Appends to the entered
   // regions the flag's previous value, or None if the region has no hooks. Returns false, with no
   // effect, if Python must do it.
   static bool enter(const py::object& owner_of_store, Store& store, const py::object& engine,
                     const py::object& flag) {
     const auto group = std::exchange(store.started, nullptr);
-    if (others_save()) return false;
+    const auto active = at::SavedTensorDefaultHooks::get_hooks();
+    if (active && !PackHookObject::is(active->first.ptr(getPyInterpreter()))) return false;
     group->untracked_in = std::exchange(store.kept_in, py::none());
     py::object before = py::none();
-    if (group->untracked_in.is_none()) {
-      auto [pack, unpack] = hooks(owner_of_store, &store, group, engine);
+    const bool is_tracked = group->untracked_in.is_none();
+    if (is_tracked || active) {  // else a tracked group around it would hold what it saves
+      auto [pack, unpack] = hooks(owner_of_store, &store, is_tracked ? group : nullptr, engine);
       at::SavedTensorDefaultHooks::lazy_initialize();
       at::SavedTensorDefaultHooks::push_hooks(owned(std::move(pack)), owned(std::move(unpack)));
-      before = set_flag(flag, group->name);
+      before = flag.is_none() ? py::bool_(false) : attribute(item(flag, 0), item(flag, 1).ptr());
+      if (is_tracked && before.ptr() == Py_False) set_flag(flag, group->name);
     }
     if (PyList_Append(store.entered.ptr(), before.ptr()) != 0) throw py::error_already_set();
     return true;
@@ -219,15 +216,10 @@ class Regions {
     return PyTuple_GET_ITEM(tuple.ptr(), place);
   }
 
-  // Sets the flag (a `RegionFlag`, or None) for the region of a group of that name. Returns its
-  // previous value.
-  static py::object set_flag(const py::object& flag, const py::object& name) {
-    if (flag.is_none()) return py::bool_(false);
-    py::object before = attribute(item(flag, 0), item(flag, 1).ptr());
-    if (before.ptr() == Py_False && PySet_Contains(item(flag, 2).ptr(), name.ptr()) == 0) {
-      set_attribute(item(flag, 0), item(flag, 1).ptr(), py::bool_(true));
-    }
-    return before;
+  // Sets the flag (a `RegionFlag`, or None) for the region of a group of that name.
+  static void set_flag(const py::object& flag, const py::object& name) {
+    if (flag.is_none() || PySet_Contains(item(flag, 2).ptr(), name.ptr()) != 0) return;
+    set_attribute(item(flag, 0), item(flag, 1).ptr(), py::bool_(true));
   }
 };
 

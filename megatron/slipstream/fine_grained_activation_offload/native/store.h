@@ -125,6 +125,7 @@ class Store : Alive<Store> {
 
   py::object pack(const std::shared_ptr<Group>& group, py::object object) {
     const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+    if (!group) return is_torch_tensor(object) ? keep(std::move(object), tensor) : object;
     if (!is_torch_tensor(object)) {
       group->add_staying(kind_of_subclass(tensor, object));
       return object;
