@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Optional
 
-from model_case import OWN_MODULES
-
 from benchmarks.case import Case
 from benchmarks.cases import find_case
 from benchmarks.fit_process import Worker
@@ -95,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--unit", type=parse_tokens, default=8192, metavar="N", help="its step (default: 8k)")
     about = "none, or some (default: %(default)s)"
     add("--recompute-modules", default="mlp,layernorm", metavar="A,B", help=about)
-    add("--modules", default="", metavar="A,B", help="offload_modules (default: all of the case)")
+    about = "offload_modules of other ways than moved and budget (default: all of the case)"
+    add("--modules", default="", metavar="A,B", help=about)
     add("--micro-batches", type=int, default=1, metavar="N", help="(default: %(default)s)")
     add("--loss-tiles", type=parse_tiles, default=1, metavar="N", help="tiles of the loss, or auto")
     add("--mlp-tiles", type=parse_tiles, default=1, metavar="N", help="of each MLP, or auto")
@@ -322,7 +321,6 @@ def _setup(options: argparse.Namespace, case: Case, way: str) -> Setup:
         way=way,
         recompute=() if options.recompute_modules == "none" else names(options.recompute_modules),
         modules=names(options.modules) or case.variants[-1].modules,
-        own_modules=OWN_MODULES[case.model.kind],
         micro_batches=options.micro_batches,
         loss_tiles=options.loss_tiles,
         mlp_tiles=options.mlp_tiles,

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Optional
 
-from model_case import MLP_MODULES
-
 RECOMPUTE_SOME = ("selective", "megatron", "slipstream")
 RECOMPUTE_ALL = ("full", "inputs", "full_tiles")
 OURS = ("slipstream", "inputs", "moved", "tiles", "full_tiles", "budget")
@@ -43,8 +41,6 @@ class Setup:
     """``recompute_modules`` of the ways that recompute some."""
     modules: tuple[str, ...]
     """``offload_modules`` of the ways that move some."""
-    own_modules: tuple[str, ...] = ()
-    """Those that only our engine moves, for the way that recomputes nothing."""
     micro_batches: int = 1
     device_gib: Optional[float] = None
     """Limit of torch's allocator; None for the whole device."""
@@ -57,7 +53,7 @@ class Setup:
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that tell its rows from those of others."""
-        return {name: value for name, value in asdict(self).items() if name != "own_modules"}
+        return asdict(self)
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -74,14 +70,17 @@ class Setup:
         return dict.fromkeys(given, "auto") if are_auto else given
 
     @property
+    def moves_all(self) -> bool:
+        """Whether all modules that the model has may move."""
+        return self.way in ("moved", "budget")
+
+    @property
     def offload_modules(self) -> tuple[str, ...]:
-        """Modules to mark; none for the ways without an engine."""
+        """Modules to mark; none for the ways without an engine, or if all are."""
         if self.way in RECOMPUTE_ALL and self.way in OURS:
             return ("core_attn",)  # moves nothing in recomputed layers, but one is required
-        if self.way in ("moved", "budget"):
-            in_tiles = MLP_MODULES if self.tiles["mlp_sequence_tiles"] != 1 else ()
-            own = (name for name in self.own_modules if name not in in_tiles)
-            return (*self.modules, *own)
+        if self.moves_all:
+            return ()
         return self.modules if self.way in ("megatron", *OURS) else ()
 
     @property

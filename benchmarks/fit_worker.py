@@ -40,6 +40,8 @@ from benchmarks.measure import (
 from benchmarks.variant import describe, report_fields
 from benchmarks.worker import machine_facts
 from megatron.slipstream.integration import install
+from megatron.slipstream.options.budget import movable_modules
+from megatron.slipstream.options.facts import Facts
 
 
 def work(setup: Setup) -> int:
@@ -91,7 +93,13 @@ class FitModel:
         self._device_bytes = self._limit_device()
         offload = {**SIZE_LIMIT, **case.offload}
         with own_module_names():
-            config = make_config(self._case, setup.offload_modules, **offload)
+            modules: Sequence[str] = setup.offload_modules
+            if setup.moves_all:
+                pattern = case.model.hybrid_layer_pattern if case.model.kind == "hybrid" else None
+                tiles = {"mlp_sequence_tiles": self._case.mlp_sequence_tiles}
+                without = make_config(self._case)
+                modules = movable_modules(Facts(without, tiles, hybrid_layer_pattern=pattern))
+            config = make_config(self._case, modules, **offload)
             self._chunks: Sequence[Any] = build_chunks(self._case, config)
         self._end_s = 0.0
         for chunk in self._chunks:

@@ -74,14 +74,22 @@ def complete_arguments(args: Any) -> None:
     args.fine_grained_activation_offloading = True
     if args.offload_modules:
         return
-    facts = Facts.of(args)
+    args.offload_modules = movable_modules(Facts.of(args))
+
+
+def movable_modules(facts: Facts) -> list[str]:
+    """Return all names for ``offload_modules`` that a model has, and its tiles allow."""
     absent = {"gdp_qkv"}  # Of layers that no option names.
     if not facts.use_transformer_engine_op_fuser:
         absent.add("fused_group_mlp")
     if not facts.num_experts:
         absent |= MOE_MODULE_NAMES
-    args.offload_modules = []
-    for name in (name for name in MODULE_NAMES if name not in absent):
-        findings = check_rules((*OWN_MODULE_RULES, *TILE_RULES), facts, offload_modules=[name])
-        if all(finding.rule != "offload_modules" for finding in findings):
-            args.offload_modules.append(name)
+    rules = (*OWN_MODULE_RULES, *TILE_RULES)
+    moving = Facts(vars(facts), fine_grained_activation_offloading=True)
+    return [
+        name
+        for name in MODULE_NAMES
+        if name not in absent
+        and "offload_modules"
+        not in {finding.rule for finding in check_rules(rules, moving, offload_modules=[name])}
+    ]
