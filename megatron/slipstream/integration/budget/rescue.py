@@ -18,7 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
-from typing import TYPE_CHECKING, Any, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from megatron.core.tensor_parallel import random as mcore_random
@@ -30,6 +30,7 @@ from megatron.slipstream.patches.marks import forget_recomputation
 
 if TYPE_CHECKING:
     from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+    from megatron.slipstream.integration.seam.model_router import Budget
 
 _STATEFUL = {
     "fp8": "scaling factors are updated in forward",
@@ -39,15 +40,6 @@ _STATEFUL = {
     "moe_shared_expert_overlap": "shared experts stop half-way",
 }
 """Options with state that a failed forward leaves behind, and cannot be restored."""
-
-
-class Budget(Protocol):
-    """What decides on settings when a forward runs out of memory: ``MemoryBudget``."""
-
-    def rescue(self, chunk: torch.nn.Module, failure: torch.OutOfMemoryError) -> None: ...
-    def out_of_memory(
-        self, failure: torch.OutOfMemoryError, because: str
-    ) -> torch.OutOfMemoryError: ...
 
 
 def call(
