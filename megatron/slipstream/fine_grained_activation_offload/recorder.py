@@ -240,10 +240,7 @@ class Recorder:
 
     def absent_bytes_now(self) -> int:
         """Return :attr:`absent_bytes` with those whose memory is free since the latest mark."""
-        lingering = ((self._away[serial], one()) for serial, one in self._lingering.items())
-        return self.absent_bytes + sum(
-            away.nbytes for away, storage in lingering if storage is None or storage.is_memory_gone
-        )
+        return self.absent_bytes + sum(self._away[serial].nbytes for serial in self._gone())
 
     def set_recomputed(self, storage: SavedStorage) -> None:
         """Record that forward discards the storage and backward recomputes it."""
@@ -262,14 +259,19 @@ class Recorder:
             self._memory.keep_peak()
 
     def _note_what_is_gone(self) -> None:
-        for serial, reference in list(self._lingering.items()):
+        for serial in self._gone():
+            self._away[serial].gone_step = len(self.steps) - 1
+            self.absent_bytes += self._away[serial].nbytes
+            del self._lingering[serial]
+        for reference in self._lingering.values():
             storage = reference()
-            if storage is None or storage.is_memory_gone:
-                self._away[serial].gone_step = len(self.steps) - 1
-                self.absent_bytes += self._away[serial].nbytes
-                del self._lingering[serial]
-            elif storage.is_original_emptied:
+            if storage is not None and storage.is_original_emptied:
                 self.set_recomputed(storage)
+
+    def _gone(self) -> list[int]:
+        """Return the serial numbers of :attr:`_lingering` whose memory is free by now."""
+        lingering = ((serial, one()) for serial, one in self._lingering.items())
+        return [serial for serial, one in lingering if one is None or one.is_memory_gone]
 
     def is_held_outside(self, storage: SavedStorage) -> bool:
         """Return whether something else held this storage, in this pass or an earlier one."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from megatron.slipstream.fine_grained_activation_offload import recorder as reco
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.recorder import MemoryReader, Recorder
 from megatron.slipstream.integration.seam.gradients import Gradients
-from megatron.slipstream.plan.trace import MemoryReading
+from megatron.slipstream.plan.trace import GroupKey, MemoryReading, Step, StepKind
 
 
 class ScriptedBackend(CpuBackend):
@@ -78,3 +79,28 @@ def test_the_recorder_hears_of_gradients_while_it_reads_memory(
     model.zero_grad()
     train(model)
     assert heard == []
+
+
+class Released:
+    """A storage of 8 bytes whose device memory was released, and is not free yet."""
+
+    owner = SimpleNamespace(vp_stage=0, key=GroupKey(0, 0))
+    position, serial, nbytes = 0, 1, 8
+    is_memory_gone = is_original_emptied = False
+
+
+@pytest.mark.parametrize("ends", ["memory", "storage"])
+def test_memory_is_free_once_nothing_has_it_or_its_storage_is_no_more(ends: str) -> None:
+    recorder = Recorder(CpuBackend())
+    step = Step(StepKind.FORWARD_COMMIT, Released.owner.key, "mlp")
+    recorder.add_step(step)
+    storage: Any = Released()
+    recorder.set_absent(storage)
+    recorder.end_step()
+    assert recorder.absent_bytes_now() == 0
+    storage.is_memory_gone = ends == "memory"
+    if ends == "storage":
+        del storage
+    assert recorder.absent_bytes_now() == 8
+    recorder.add_step(step)
+    assert recorder.absent_bytes == 8
