@@ -14,6 +14,11 @@ Cost = Callable[[int, int], int]
 """Cost of a micro-batch for each of its ranks, as a function of its size and of the sum of its
 pieces' squared lengths."""
 
+EXCHANGE_PERCENT = 0.5
+"""Cost of a token for each other rank of a group, in percent of its cost in a layer's matrices.
+Most of the exchange overlaps with attention, so this is a guess that only breaks near-ties, in
+favour of smaller groups."""
+
 
 @dataclass(frozen=True)
 class RankLimits:
@@ -111,24 +116,19 @@ class CostModel:
     exchange: int = 0
 
     @classmethod
-    def of_layer(
-        cls, num_weights: int, attention_width: int, exchange_percent: float = 0.5
-    ) -> CostModel:
+    def of_layer(cls, num_weights: int, attention_width: int) -> CostModel:
         """Return the cost of one transformer layer, in operations.
 
         Args:
             num_weights: Weights that each token is multiplied by; only active experts count.
             attention_width: Number of attention heads times their size.
-            exchange_percent: Cost of a token for each other rank of a group, in percent of its cost
-                in the layer's matrices. Most of the exchange overlaps with attention. The default
-                is a guess that only breaks near-ties, in favour of smaller groups.
         """
         linear = 2 * num_weights
         return cls(
             linear=linear,
             # Two products over the pairs; causal attention needs half of the pairs.
             attention=2 * attention_width,
-            exchange=round(linear * exchange_percent / 100),
+            exchange=round(linear * EXCHANGE_PERCENT / 100),
         )
 
     def per_rank(self, limits: RankLimits) -> Cost:
