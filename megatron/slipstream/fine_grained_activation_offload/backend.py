@@ -157,9 +157,11 @@ class Backend(ABC):
         Only for streams other than the one for which the memory was allocated.
         """
 
-    @abstractmethod
     def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """Allocate uninitialized device memory that the current stream may use immediately."""
+        # On the current (compute) stream on purpose: the caching allocator has a pool per stream,
+        # and compute could not reuse memory from a copy stream's pool.
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def allocate_scratch(self, nbytes: int) -> Optional[torch.UntypedStorage]:
         """Allocate device memory for measurements; None if too little, or nothing to time."""

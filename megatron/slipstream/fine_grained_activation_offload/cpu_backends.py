@@ -74,9 +74,6 @@ class CpuBackend(Backend):
     def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
         pass
 
-    def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         return page_aligned(nbytes)  # By no operation of torch, so the meter does not count it.
 

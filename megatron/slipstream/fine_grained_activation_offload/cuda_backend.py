@@ -163,11 +163,6 @@ class CudaBackend(Backend):
     def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
         tensor.record_stream(stream)
 
-    def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        # On the current (compute) stream on purpose: the caching allocator has a pool per stream,
-        # and compute could not reuse memory from a copy stream's pool.
-        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-
     def allocate_scratch(self, nbytes: int) -> Optional[torch.UntypedStorage]:
         try:
             return self.allocate_device(nbytes, torch.device("cuda"))

@@ -274,7 +274,7 @@ class CudaDriver : public Driver {
   }
 
   c10::Storage allocate_now(int64_t nbytes, c10::Device device) override {
-    // From the current stream's pool: see `CudaBackend.allocate_device`.
+    // From the current stream's pool: see `Backend.allocate_device`.
     auto* allocator = c10::GetAllocator(c10::DeviceType::CUDA);
     (void)device;  // Always the current device.
     return c10::Storage(c10::Storage::use_byte_size_t(), nbytes, allocator->allocate(nbytes),
