@@ -50,7 +50,7 @@ def _offloading(facts: Any) -> bool:
 
 
 def _offloading_with_graphs(facts: Any) -> bool:
-    return _offloading(facts) and _graph_impl(facts) != "none"
+    return _offloading(facts) and graph_impl(facts) != "none"
 
 
 def offloads_with_our_engine(facts: Any) -> bool:
@@ -62,7 +62,7 @@ def _modules(facts: Any) -> set[str]:
     return set(facts.offload_modules or ())
 
 
-def _graph_impl(facts: Any) -> str:
+def graph_impl(facts: Any) -> str:
     """Return megatron-core's CUDA graph implementation; 'none' also if it has no such option."""
     return str(getattr(facts, "cuda_graph_impl", None) or "none")
 
@@ -75,7 +75,7 @@ def graphed_modules(facts: Any) -> frozenset[str]:
 
 def moves_in_layer_graphs(facts: Any) -> bool:
     """Whether activations move inside Transformer Engine's graphs of layers."""
-    return _graph_impl(facts) == "transformer_engine" and _offloading(facts)
+    return graph_impl(facts) == "transformer_engine" and _offloading(facts)
 
 
 def modules_at_the_edge_of_graphs(facts: Any) -> list[str]:
@@ -109,7 +109,7 @@ keeping inputs of their own."""
 def _is_captured(name: str, facts: Any) -> bool:
     """Whether checkpoints of this module are inside Transformer Engine's graphs."""
     captured = graphed_modules(facts) or {CHECKPOINTED_MODULES[name]}
-    return _graph_impl(facts) == "transformer_engine" and CHECKPOINTED_MODULES[name] in captured
+    return graph_impl(facts) == "transformer_engine" and CHECKPOINTED_MODULES[name] in captured
 
 
 def _is_checkpointed(name: str, facts: Any) -> bool:

@@ -30,7 +30,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.slipstream.integration.layers.tiled_model import has_tiles
-from megatron.slipstream.options.model import CHECKPOINTED_MODULES, graphed_modules
+from megatron.slipstream.options.model import CHECKPOINTED_MODULES, graph_impl, graphed_modules
 from megatron.slipstream.plan.settings import WHOLE_LAYER
 
 
@@ -105,7 +105,7 @@ def why_not(part: str, layer: Any, has_chunk_graphs: bool = False) -> str:
         )
     if config.cpu_offloading:
         return "cpu_offloading moves the same tensors"
-    if _graphs(config) == "full_iteration":
+    if graph_impl(config) == "full_iteration":
         return "one graph of the whole iteration includes it"
     return _why_not_in_graphs(part, layer, config) or _why(part, layer)
 
@@ -133,17 +133,13 @@ def _why(part: str, layer: Any) -> str:
     return ""
 
 
-def _graphs(config: Any) -> str:
-    return str(getattr(config, "cuda_graph_impl", None) or "none")
-
-
 def _why_not_in_graphs(part: str, layer: Any, config: Any) -> str:
     """The reasons of ``TransformerConfig.__post_init__`` and of the layers themselves."""
-    if _graphs(config) == "none":
+    if graph_impl(config) == "none":
         return ""
     if part == WHOLE_LAYER:
         return "graphs of layers cannot be inside of a recomputed layer"
-    if _graphs(config) == "local":
+    if graph_impl(config) == "local":
         return "graphs of cuda_graph_impl='local' skip checkpoints"
     captured = graphed_modules(config)
     around = CHECKPOINTED_MODULES.get(part)
