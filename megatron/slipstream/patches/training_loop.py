@@ -108,7 +108,7 @@ def report_all_layers(args: Any, report: Callable[..., str]) -> Callable[..., st
     megatron passes the number of a hybrid model's expert layers as the number of layers, but ranks
     with experts have recorded an entry for each layer of the model.
     """
-    if not getattr(args, "hybrid_layer_pattern", None):
+    if not args.hybrid_layer_pattern:
         return report
 
     def report_all(*arguments: Any, num_layers: int, **options: Any) -> str:

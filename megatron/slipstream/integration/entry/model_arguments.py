@@ -333,7 +333,7 @@ def _layers_per_chunk(config: Any) -> tuple[tuple[int, ...], ...]:
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
     def count(rank: int, stage: int) -> int:
-        layout = getattr(config, "pipeline_model_parallel_layout", None)
+        layout = config.pipeline_model_parallel_layout
         if layout is not None:
             return int(layout.layout[rank][stage].count(LayerType.decoder))
         vp_stage = stage if config.virtual_pipeline_model_parallel_size else None

@@ -98,7 +98,7 @@ def why_not(part: str, layer: Any, has_chunk_graphs: bool = False) -> str:
     }
     if has_chunk_graphs and has_dropout.get(part):
         return "a graph cannot draw the same random numbers again"
-    if config.fp8 or getattr(config, "fp4", None):
+    if config.fp8 or config.fp4:
         return (
             "layers in FP8 or FP4 are built for one choice: it decides what their linear layers "
             "save, and which scaling factors a recomputation reads"
@@ -112,9 +112,9 @@ def why_not(part: str, layer: Any, has_chunk_graphs: bool = False) -> str:
 
 def _why(part: str, layer: Any) -> str:
     config = layer.config
-    if getattr(config, "overlap_moe_expert_parallel_comm", False) and part in (WHOLE_LAYER, "moe"):
+    if config.overlap_moe_expert_parallel_comm and part in (WHOLE_LAYER, "moe"):
         return "layers that run in nodes (overlap_moe_expert_parallel_comm) are not called as one"
-    if part == "mlp" and getattr(config, "mlp_chunks_for_training", 1) > 1:
+    if part == "mlp" and config.mlp_chunks_for_training > 1:
         return "megatron-core leaves out mlp_chunks_for_training then, which rounds differently"
     if part in ("mlp", "moe_act") and has_tiles(layer.mlp):
         return "its tiles are computed again in backward anyway (mlp_sequence_tiles)"
