@@ -1,10 +1,14 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Start by an environment variable; the wheel's file is tested in ``test_packaging.py``."""
+"""Start by an environment variable; the wheel's file is tested in ``test_packaging.py``.
+
+Packages are imported again in forked processes: in a new one, torch takes seconds.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -15,36 +19,31 @@ from forked import run_function
 from megatron.slipstream.integration.frameworks import start
 
 LINE = "import megatron.slipstream.integration.frameworks.start\n"
-SHOW = """
-from megatron.core.models.gpt.gpt_model import GPTModel
-import inspect, megatron.core
-from megatron.slipstream.integration import install
-from megatron.slipstream.patches import model_calls
-assert inspect.getsource(megatron.core)
-print(install.installed() is None, model_calls.before_first_call is not None)
-"""
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LINE + code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def import_as_a_framework() -> int:
+    """Import all of megatron-core and Slipstream again, a model after the line that starts."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        del sys.modules[name]
+    exec(LINE)
+    importlib.import_module("megatron.core.models.gpt.gpt_model")
+    from megatron.slipstream.integration import install
+    from megatron.slipstream.patches import model_calls
+
+    assert inspect.getsource(sys.modules["megatron.core"])
+    print(install.installed() is None, model_calls.before_first_call is not None)
+    return 0
 
 
 @pytest.mark.releases
 def test_megatron_core_is_ready_for_a_model_that_offloads() -> None:
-    result = run(SHOW, SLIPSTREAM_START="1")
+    result = run_function(import_as_a_framework, environment={"SLIPSTREAM_START": "1"})
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.splitlines()[-1] == "True True"
 
 
 def import_again() -> int:
-    """Import megatron-core's package, whose modules are there: in a new process it takes long."""
+    """Import megatron-core's package, whose modules are there."""
     for name in ("megatron.core", "megatron.slipstream.integration.frameworks.on_import"):
         sys.modules.pop(name, None)
     start.start("1")
@@ -62,7 +61,14 @@ def test_settings_that_cannot_be_used_end_the_import_of_megatron_core(
 
 
 def test_a_process_without_megatron_core_is_not_slowed_down() -> None:
-    result = run("import sys; print('torch' in sys.modules)", SLIPSTREAM_START="1")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"{LINE}import sys; print('torch' in sys.modules)"],
+        env=os.environ | {"SLIPSTREAM_START": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert result.stdout == "False\n", result.stderr
 
 
