@@ -216,6 +216,9 @@ class ModelShape:
             return NOTHING
         return self.layer_settings[layer] if self.layer_settings else self.recompute_modules
 
+    def kind_and_setting(self, layer: int) -> tuple[LayerKind, LayerSetting]:
+        return self.kind_of(layer), self.setting_of(layer)
+
     @cached_property
     def checkpoint_starts(self) -> frozenset[int]:
         """The layers that start a checkpoint if whole layers are recomputed."""

@@ -28,7 +28,8 @@ from megatron.slipstream.estimate.layers import (
 )
 from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
 from megatron.slipstream.estimate.schedules import Pass, Schedule, idle_ms, rank_schedule
-from megatron.slipstream.plan.settings import Assignment, LayerSetting, describe_setting
+from megatron.slipstream.plan.assignments import fastest
+from megatron.slipstream.plan.settings import LayerSetting
 from megatron.slipstream.plan.staying import Staying
 from megatron.slipstream.plan.templates import (
     ChunkLayers,
@@ -81,12 +82,12 @@ class Workplan:
     @cached_property
     def chunks(self) -> dict[tuple[int, int], ChunkPass]:
         """One pass through each chunk, by pipeline rank and virtual stage."""
-        found = {}
-        for pp_rank in range(self.shape.parallelism.pp):
-            rank, assignment = self.own_templates(pp_rank)
-            for chunk in rank.passes(assignment):
-                found[pp_rank, chunk.vp_stage] = chunk
-        return found
+        own = map(self.own_templates, range(self.shape.parallelism.pp))
+        return {
+            (rank.pp_rank, chunk.vp_stage): chunk
+            for rank in own
+            for chunk in rank.passes(fastest(rank))
+        }
 
     @cached_property
     def idle_ms(self) -> list[list[float]]:
@@ -121,28 +122,25 @@ class Workplan:
                         if setting <= parts
                     }
             chunks.append(self._chunk_layers(chunk, kinds))
-        rank = self._rank(pp_rank, templates, chunks)
+        rank = RankTemplates(templates, tuple(chunks), (), self.speed.bandwidth, 0, pp_rank)
         return self.with_schedule(rank, state_bytes)
 
-    def own_templates(self, pp_rank: int) -> tuple[RankTemplates, Assignment]:
-        """Return a rank that recomputes what the shape says, without a schedule; its assignment.
+    def own_templates(self, pp_rank: int) -> RankTemplates:
+        """Return a rank that recomputes what the shape says, without a schedule.
 
         A checkpoint of several layers counts as one layer.
         """
         shape, step = self.shape, self.shape.layers_per_checkpoint
         templates: dict[str, dict[LayerSetting, Template]] = {}
-        chunks, assignment = [], []
+        chunks = []
         for chunk in shape.chunks_of(pp_rank):
             kinds = []
             for layers in itertools.batched(chunk.layers, step):
-                settings = [shape.setting_of(layer) for layer in layers]
-                kinds.append(", ".join(map(_kind, map(shape.kind_of, layers), settings)))
-                if kinds[-1] not in templates:
-                    run = chunk._replace(layers=layers, is_last=False)
-                    templates[kinds[-1]] = {settings[0]: self._template(shape, run)}
-                assignment.append(settings[0])
+                run = chunk._replace(layers=layers, is_last=False)
+                kinds.append(str([*map(shape.kind_and_setting, layers)]))
+                templates[kinds[-1]] = {shape.setting_of(layers[0]): self._template(shape, run)}
             chunks.append(self._chunk_layers(chunk, tuple(kinds)))
-        return self._rank(pp_rank, templates, chunks), tuple(assignment)
+        return RankTemplates(templates, tuple(chunks), (), self.speed.bandwidth, 0, pp_rank)
 
     def _chunk_layers(self, chunk: Chunk, kinds: tuple[str, ...]) -> ChunkLayers:
         head = self._template(self.shape, chunk._replace(layers=()))
@@ -150,19 +148,11 @@ class Workplan:
 
     def _template(self, shape: ModelShape, chunk: Chunk) -> Template:
         """Return the template of some layers, or (``is_last``) of what follows the last one."""
-        layers = tuple((shape.kind_of(layer), shape.setting_of(layer)) for layer in chunk.layers)
+        layers = tuple(map(shape.kind_and_setting, chunk.layers))
         key = shape.layers_per_checkpoint, layers, chunk.is_last
         if key not in self._templates:  # Ranks have layers of the same kinds.
             self._templates[key] = _template(self, shape, chunk)
         return self._templates[key]
-
-    def _rank(
-        self,
-        pp_rank: int,
-        templates: dict[str, dict[LayerSetting, Template]],
-        chunks: list[ChunkLayers],
-    ) -> RankTemplates:
-        return RankTemplates(templates, tuple(chunks), (), self.speed.bandwidth, 0, pp_rank)
 
     def with_schedule(self, rank: RankTemplates, state_bytes: int) -> RankTemplates:
         passes = zip(self.schedules[rank.pp_rank], self.idle_ms[rank.pp_rank], strict=True)
@@ -172,13 +162,8 @@ class Workplan:
 
 def synthetic_trace(work: Workplan, pp_rank: int, state_bytes: int = 0) -> Trace:
     """Build a pipeline rank's trace of one iteration; it has no steps without modules."""
-    rank, assignment = work.own_templates(pp_rank)
-    scheduled = work.with_schedule(rank, state_bytes)
-    return replace(scheduled.compose(assignment), assignment=())
-
-
-def _kind(name: str, setting: LayerSetting) -> str:
-    return f"{name} ({describe_setting(setting)})"
+    rank = work.with_schedule(work.own_templates(pp_rank), state_bytes)
+    return replace(rank.compose(fastest(rank)), assignment=())
 
 
 def _template(work: Workplan, shape: ModelShape, chunk: Chunk) -> Template:
