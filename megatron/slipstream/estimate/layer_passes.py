@@ -27,7 +27,7 @@ from megatron.slipstream.estimate.layers import (
     SavedTensor,
     head_costs,
     input_name,
-    layer_parts,
+    parts_of_kind,
     setting_with_tiles,
 )
 from megatron.slipstream.estimate.model_parts import LayerKind
@@ -62,13 +62,13 @@ def forward_pass(shape: ModelShape, chunk: Chunk) -> Iterator[Stretch]:
         saves_input = layer in shape.checkpoint_starts
         yield from _at(layer, _layer(shape, layer).forward(saves_input))
     if chunk.is_last:
-        yield from _Head(shape).forward()
+        yield from _head_passes(shape)[0]
 
 
 def backward_pass(shape: ModelShape, chunk: Chunk) -> Iterator[Stretch]:
     """Yield its backward, recomputation included."""
     if chunk.is_last:
-        yield from _Head(shape).backward()
+        yield from _head_passes(shape)[1]
     first = chunk.layers[-1] + 1 if chunk.layers else 0
     for layer in reversed(chunk.layers):
         if layer < first and shape.setting_of(layer) == WHOLE:
@@ -84,12 +84,7 @@ def _at(layer: int, stretches: Iterable[Stretch]) -> Iterator[Stretch]:
 
 
 def _layer(shape: ModelShape, layer: int) -> _Layer:
-    return _layer_of_kind(shape.plain, shape.kind_of(layer), shape.setting_of(layer))
-
-
-@lru_cache(maxsize=256)
-def _layer_of_kind(shape: ModelShape, kind: LayerKind, setting: LayerSetting) -> _Layer:
-    return _Layer(shape, shape.kinds[kind], setting)
+    return _layer_of_kind(shape.plain, *shape.kind_and_setting(layer))
 
 
 class _Section(NamedTuple):
@@ -103,14 +98,13 @@ class _Section(NamedTuple):
 class _Layer:
     """The passes through one layer. See [Note: Memory of a pass]."""
 
-    def __init__(self, shape: ModelShape, layer: int, setting: LayerSetting) -> None:
-        self._shape, self._kind = shape, shape.kind_of(layer)
-        self._input = input_name(self._kind)
-        self._setting = setting_with_tiles(shape, layer, setting)
-        self._parts = {part.name: part for part in layer_parts(shape, layer, setting)}
+    def __init__(self, shape: ModelShape, kind: LayerKind, setting: LayerSetting) -> None:
+        self._shape, self._kind, self._input = shape, kind, input_name(kind)
+        self._setting = setting_with_tiles(shape, kind, setting)
+        self._parts = {part.name: part for part in parts_of_kind(shape, kind, setting)}
         self._hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
         self._tiled = TILED_PARTS if shape.mlp_sequence_tiles else frozenset()
-        plain = layer_parts(shape, layer, NOTHING)
+        plain = parts_of_kind(shape, kind, NOTHING)
         self._full = {part.name: part.saved for part in plain}
         kept = () if setting == WHOLE else self._parts.values()
         self._kept = _bytes_of(kept)
@@ -120,7 +114,7 @@ class _Layer:
         for part in self._parts.values():
             for tensor in (*(part.saved if kept else ()), *self._full[part.name]):
                 self._owner.setdefault(tensor.name, part.name)
-        self._sections = list(self._find_sections(layer))
+        self._sections = list(self._find_sections())
 
     def forward(self, saves_input: bool) -> Iterator[Stretch]:
         """Yield its forward; ``saves_input`` if a checkpoint of whole layers starts here."""
@@ -194,13 +188,13 @@ class _Layer:
         )
         return _tile_bytes(rows, each) + 2 * rows * shape.hidden_size * size
 
-    def _find_sections(self, layer: int) -> Iterator[_Section]:
+    def _find_sections(self) -> Iterator[_Section]:
         """Yield the parts that run again for each module of the setting, the outermost first."""
         done: set[str] = set()
         for module in _OUTERMOST_FIRST if self._setting != WHOLE else ():
             if module not in self._setting:
                 continue
-            alone = layer_parts(self._shape, layer, frozenset({module}))
+            alone = parts_of_kind(self._shape, self._kind, frozenset({module}))
             parts = [
                 part.name
                 for part in alone
@@ -222,6 +216,8 @@ class _Layer:
                     output = sum(self._parts[last].given.values()) or self._hidden
                 yield _Section(_BEFORE.get(module, last), tuple(parts), missing, output)
 
+
+_layer_of_kind = lru_cache(maxsize=256)(_Layer)
 
 _OUTERMOST_FIRST = (
     *("moe", "mlp", "layernorm", "shared_experts", "moe_act", "mla_up_proj", "core_attn"),
@@ -245,46 +241,37 @@ def _tile_bytes(num_tokens: int, bytes_per_token: int) -> int:
     return min(num_tokens, tiling.max_tokens or num_tokens) * bytes_per_token
 
 
-class _Head:
-    """The final norm, the output layer and the loss.
+def _head_passes(shape: ModelShape) -> tuple[list[Stretch], list[Stretch]]:
+    """Return forward and backward of the final norm, the output layer and the loss.
 
     With Transformer Engine's cross entropy, the loss saves a copy of the logits; megatron-core's
     own functions save probabilities in float32.
     """
+    costs, size = head_costs(shape), shape.element_bytes
+    hidden = shape.region_tokens * shape.hidden_size * size
+    num_losses = 1 + shape.num_further_tokens
+    # The norm's input, and the output layer's inputs for all tokens.
+    normed = (1 + num_losses) * hidden
+    numel = shape.tokens * shape.vocab_size // shape.parallelism.tp
+    is_te = shape.cross_entropy == "te"
+    each = logits_bytes_per_token(1, size, shape.cross_entropy)
+    logits, saved = numel * size, numel * (size if is_te else 4)
+    loss_peak = numel * each - logits
+    # Float32 logits are overwritten.
+    gradient_peak = 0 if is_te or size == 4 else logits
+    tile = 0
+    if shape.loss_sequence_tiles:
+        logits = saved = loss_peak = gradient_peak = 0
+        # Beside a tile: the gradient of the output layer's input.
+        width = shape.vocab_size // shape.parallelism.tp
+        tile = _tile_bytes(shape.tokens, each * width) + hidden
 
-    def __init__(self, shape: ModelShape) -> None:
-        self._costs = head_costs(shape)
-        self._hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
-        self._num_losses = 1 + shape.num_further_tokens
-        # The norm's input, and the output layer's inputs for all tokens.
-        self._normed = (1 + self._num_losses) * self._hidden
-        numel = shape.tokens * shape.vocab_size // shape.parallelism.tp
-        self._logits = numel * shape.element_bytes
-        is_te = shape.cross_entropy == "te"
-        self._saved = self._logits if is_te else 4 * numel
-        each = logits_bytes_per_token(1, shape.element_bytes, shape.cross_entropy)
-        self._loss_peak = numel * each - self._logits
-        # Float32 logits are overwritten.
-        self._gradient_peak = 0 if is_te or shape.element_bytes == 4 else self._logits
-        self._tile = 0
-        if shape.loss_sequence_tiles:
-            self._logits = self._saved = self._loss_peak = self._gradient_peak = 0
-            each *= shape.vocab_size // shape.parallelism.tp
-            # Beside a tile: the gradient of the output layer's input.
-            self._tile = _tile_bytes(shape.tokens, each) + self._hidden
+    def stretches(phase: Phase, *found: tuple[str, int, int]) -> list[Stretch]:
+        return [Stretch(part, phase, costs[part], *nbytes) for part, *nbytes in found]
 
-    def forward(self) -> Iterator[Stretch]:
-        yield self._stretch("final_norm", "forward", self._normed, self._normed)
-        for _ in range(self._num_losses):
-            yield self._stretch(OUTPUT_LAYER, "forward", self._logits, self._logits + self._tile)
-            yield self._stretch("loss", "forward", self._saved - self._logits, self._loss_peak)
-
-    def backward(self) -> Iterator[Stretch]:
-        to_gradient = self._logits - self._saved
-        for _ in range(self._num_losses):
-            yield self._stretch("loss", "backward", to_gradient, self._gradient_peak)
-            yield self._stretch(OUTPUT_LAYER, "backward", -self._logits, self._hidden + self._tile)
-        yield self._stretch("final_norm", "backward", -self._normed, self._normed)
-
-    def _stretch(self, part: str, phase: Phase, live_bytes: int, peak_bytes: int) -> Stretch:
-        return Stretch(part, phase, self._costs[part], live_bytes, peak_bytes)
+    forward = ((OUTPUT_LAYER, logits, logits + tile), ("loss", saved - logits, loss_peak))
+    backward = ("loss", logits - saved, gradient_peak), (OUTPUT_LAYER, -logits, hidden + tile)
+    return (
+        stretches("forward", ("final_norm", normed, normed), *num_losses * forward),
+        stretches("backward", *num_losses * backward, ("final_norm", -normed, normed)),
+    )

@@ -176,27 +176,20 @@ def layer_parts(
     recomputed as a whole is saved in its rerun.
     """
     given = shape.setting_of(layer) if setting is None else setting
-    return _parts(shape.plain, shape.kind_of(layer), given)
+    return parts_of_kind(shape.plain, shape.kind_of(layer), given)
 
 
 @lru_cache(maxsize=512)
-def _parts(shape: ModelShape, kind: LayerKind, given: LayerSetting) -> tuple[Part, ...]:
-    layer = shape.kinds[kind]
-    setting = setting_with_tiles(shape, layer, given)
+def parts_of_kind(shape: ModelShape, kind: LayerKind, given: LayerSetting) -> tuple[Part, ...]:
+    """Return the parts of such a layer; the shape is one that recomputes nothing."""
+    setting = setting_with_tiles(shape, kind, given)
     found = []
-    for part in _Layer(shape, kind, setting_with_tiles(shape, layer, given - WHOLE)).parts():
+    for part in _Layer(shape, kind, setting_with_tiles(shape, kind, given - WHOLE)).parts():
         share = 1.0 if setting == WHOLE else part.cost.rerun_share * bool(setting & part.rerun_by)
         if shape.mlp_sequence_tiles and part.name in TILED_PARTS:
             share = 2.0 if setting == WHOLE else 1.0  # Again after its whole layer did.
         found.append(part._replace(cost=part.cost._replace(rerun_share=share)))
     return tuple(found)
-
-
-def layer_costs(
-    shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None
-) -> dict[str, Cost]:
-    """Return the costs of a layer's parts, in forward order; for arguments see layer_parts."""
-    return {part.name: part.cost for part in layer_parts(shape, layer, setting)}
 
 
 def saved_tensors(shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None) -> Saved:
@@ -232,16 +225,15 @@ def marked_modules(
     return tuple(part.name for part in layer_parts(shape, layer, setting) if part.is_marked)
 
 
-def recomputable_parts(shape: ModelShape, layer: int) -> LayerSetting:
+def recomputable_parts(shape: ModelShape, kind: LayerKind) -> LayerSetting:
     """Return the parts, and the whole, whose recomputation makes a difference to such a layer."""
-    found = NOTHING.union(*(part.rerun_by for part in layer_parts(shape, layer, NOTHING)))
+    found = NOTHING.union(*(part.rerun_by for part in parts_of_kind(shape.plain, kind, NOTHING)))
     found -= {"mlp", "moe_act"} if shape.mlp_sequence_tiles else NOTHING
-    return found if shape.kind_of(layer) == "/" else found | WHOLE
+    return found if kind == "/" else found | WHOLE
 
 
-def setting_with_tiles(shape: ModelShape, layer: int, setting: LayerSetting) -> LayerSetting:
-    """Return a layer's setting with what tiles of its MLP or experts recompute."""
-    kind = shape.kind_of(layer)
+def setting_with_tiles(shape: ModelShape, kind: LayerKind, setting: LayerSetting) -> LayerSetting:
+    """Return such a layer's setting with what tiles of its MLP or experts recompute."""
     if setting == WHOLE or not has_feed_forward(kind) or not shape.mlp_sequence_tiles:
         return setting
     return setting | {"moe_act" if "E" in kind else "mlp"}
@@ -327,10 +319,20 @@ class _Layer:
                  given or {}, inside, modules, is_marked)
         )  # fmt: skip
 
-    def _add_norm(self, name: str, saved: Tensors, module: str, given: str) -> None:
-        """Add a norm that is a part of its own only if ``module`` is layernorm."""
-        self._add(name, self._moved(2), saved, self._hidden_bytes(given), rerun_by=module,
-                  is_marked=module == "layernorm")  # fmt: skip
+    def _add_norm(
+        self, name: str, taken: str, normed: SavedTensor, is_fused: bool, module: str = ""
+    ) -> Tensors:
+        """Add a norm; return what the linear layer after it saves for both, or with the norm.
+
+        A fused norm runs again with its linear layer, for ``module``.
+        """
+        again = self._recomputes("layernorm") and not is_fused
+        norm = self._norm(taken, self._shape.region_tokens, self._shape.hidden_size, again)
+        self._add(name, self._moved(2), () if is_fused else norm, self._hidden_bytes(normed.name),
+                  rerun_by=module if is_fused else "layernorm", is_marked=not is_fused)  # fmt: skip
+        if is_fused:
+            return norm[:1] if self._recomputes(module) else (*norm, normed)
+        return () if again else (normed,)
 
     def _add_residual(self, name: str, mask: str, given: str) -> None:
         has_dropout = self._shape.hidden_dropout > 0
@@ -343,7 +345,7 @@ class _Layer:
         tokens, heads, hidden = shape.tokens, shape.heads, shape.hidden_size
         groups, key_width, value_width = shape.attention_sizes
         # The down-projections of queries and of keys and values are two layers.
-        norm, normed = self._input_norm(2 if latent and shape.fp8_recipe else 1)
+        normed = self._input_norm(2 if latent and shape.fp8_recipe else 1)
         query, key, value = self._query_key_value()
         heads_bytes = _bytes_of(query, key, value)
         share = 1.0
@@ -358,7 +360,7 @@ class _Layer:
             weights = hidden * (heads + 2 * groups) * shape.head_dim
             project, projections = self._linear(weights, self.hidden), self._qk_norms()
         by = "mla_up_proj" if latent else ""
-        saved = (*norm, *normed, *projections)
+        saved = (*normed, *projections)
         self._add("qkv_linear", project, saved, heads_bytes, rerun_by=by, rerun_share=share)
         moved = sum(
             tokens * count * width * size
@@ -457,14 +459,10 @@ class _Layer:
         # The convolution reads and writes queries, keys and values; these are normalized, repeated,
         # and read by the rule.
         moved = 4 * (2 * keys + values) + 2 * (2 * repeated + values) + values
-        norm, normed = self._input_norm()
+        normed = self._input_norm()
         into = self._tensor("gdn_projected", tokens * projected)
         project = self._linear(hidden * projected, self.hidden)
-        self._add("gdn_in_proj", project, (*norm, *normed), _bytes_of(into))
-        steps: Tensors = (self._tensor("gdn_decay_input", gates),)
-        if not shape.uses_transformer_engine:
-            names = ("gdn_decay_input", "gdn_decay_rate")
-            steps = tuple(self._float32(name, gates) for name in names)
+        self._add("gdn_in_proj", project, normed, _bytes_of(into))
         numel = tokens * values
         inner = (
             self._tensor("gdn_query_key", tokens * 2 * keys),
@@ -472,10 +470,6 @@ class _Layer:
             self._tensor("gdn_key", tokens * repeated),
             self._tensor("gdn_value", numel),
         )
-        factors: Tensors = (self._tensor("gdn_gate", numel),)
-        if not shape.uses_transformer_engine:
-            names = ("gdn_gate", "gdn_gate_activated")
-            factors = tuple(self._float32(name, numel) for name in names)
         output, out = ({name: inner[3].nbytes} for name in ("gdn_output", "gdn_normed"))
         self._add(
             "gdn_rule",
@@ -486,13 +480,13 @@ class _Layer:
                 inner[0],
                 self._float32("gdn_query_key_deviation", tokens * 2 * key_heads),
                 *inner[1:],
-                *steps,
+                *self._compiled("gdn_decay_input", "gdn_decay_rate", gates),
                 self._float32("gdn_decay", gates),
                 self._tensor("gdn_beta", gates),
                 self._tensor("gdn_triangles", gates * RULE_CHUNK),
                 *self._norm("gdn_output", gates, net.value_head_dim),
                 self._tensor("gdn_output_normed", numel),
-                *factors,
+                *self._compiled("gdn_gate", "gdn_gate_activated", numel),
             ),
             output,
             inside=sum(_bytes_of(*inner).values()),
@@ -515,21 +509,15 @@ class _Layer:
         self._add("further_proj", project, (joined,), self._hidden_bytes("attended"))
 
     def _feed_forward(self) -> None:
-        shape, has_experts = self._shape, "E" in self._kind
-        is_fused = shape.uses_transformer_engine and not has_experts
-        again = self._recomputes("layernorm") and not is_fused
-        norm = self._norm("attended", shape.region_tokens, shape.hidden_size, again)
+        has_experts = "E" in self._kind
+        is_fused = self._shape.uses_transformer_engine and not has_experts
         make = self._tensor if has_experts else self._input  # The router is in 16 bits.
-        normed: Tensors = () if again else (make("normed_attended", self.hidden),)
-        if is_fused:  # The norm runs again with its linear layer.
-            self._add_norm("mlp_norm", (), "mlp", "normed_attended")
-            normed = norm[:1] if self._recomputes("mlp") else (*norm, *normed)
-        else:
-            self._add_norm("mlp_norm", norm, "layernorm", "normed_attended")
+        normed = make("normed_attended", self.hidden)
+        saved = self._add_norm("mlp_norm", "attended", normed, is_fused, "mlp")
         if has_experts:
-            self._experts(normed)
+            self._experts(saved)
         else:
-            self._mlp(normed)
+            self._mlp(saved)
         self._add_residual("mlp_residual", "mlp_dropout_mask", "layer_output")
 
     def _mlp(self, normed: Tensors) -> None:
@@ -630,17 +618,11 @@ class _Layer:
     def _recomputes(self, module: str) -> bool:
         return module in self._setting
 
-    def _input_norm(self, copies: int = 1) -> tuple[Tensors, Tensors]:
-        """Add the norm of the layer's input; return what its linear layer saves of it."""
-        shape = self._shape
-        has_latent_attention = "*" in self._kind and shape.latent_attention is not None
-        is_fused = shape.uses_transformer_engine and not has_latent_attention
-        again = self._recomputes("layernorm") and not is_fused
-        norm = self._norm("layer_input", shape.region_tokens, shape.hidden_size, again)
-        module = "" if is_fused else "layernorm"
-        self._add_norm("attn_norm", () if is_fused else norm, module, "normed_input")
-        normed = () if again else (self._input("normed_input", copies * self.hidden),)
-        return norm if is_fused else (), normed
+    def _input_norm(self, copies: int = 1) -> Tensors:
+        has_latent_attention = "*" in self._kind and self._shape.latent_attention is not None
+        is_fused = self._shape.uses_transformer_engine and not has_latent_attention
+        normed = self._input("normed_input", copies * self.hidden)
+        return self._add_norm("attn_norm", "layer_input", normed, is_fused)
 
     def _norm(self, name: str, rows: int, width: int, is_recomputed: bool = False) -> Tensors:
         """Return the tensors that a norm of ``[rows, width]`` saves, its input first."""
@@ -768,6 +750,12 @@ class _Layer:
 
     def _hidden_bytes(self, name: str) -> dict[str, int]:
         return {name: self.hidden * self._shape.element_bytes}
+
+    def _compiled(self, name: str, more: str, numel: int) -> Tensors:
+        """Return what a gated delta net's function saves: less if it is compiled."""
+        if self._shape.uses_transformer_engine:
+            return (self._tensor(name, numel),)
+        return self._float32(name, numel), self._float32(more, numel)
 
     def _dropout_mask(self, name: str, numel: int) -> SavedTensor:
         # Masks are boolean on a GPU; without one, they have the dtype of activations.

@@ -190,14 +190,6 @@ class ModelShape:
             return self.layer_kinds[layer]
         return "*-" if self.experts is None else "*E"
 
-    @cached_property
-    def kinds(self) -> dict[LayerKind, int]:
-        """The kinds of layers, each with the index of its first layer."""
-        found: dict[LayerKind, int] = {}
-        for layer in range(self.num_layers):
-            found.setdefault(self.kind_of(layer), layer)
-        return found
-
     def recomputes(self, module: str) -> bool:
         """Return whether backward recomputes a module on its own, outside of a whole layer."""
         return module in self.recompute_modules

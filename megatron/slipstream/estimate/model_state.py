@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
-from megatron.slipstream.estimate.layers import layer_costs
-from megatron.slipstream.estimate.model_parts import LayerKind
+from megatron.slipstream.estimate.layers import parts_of_kind
 from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.plan.settings import NOTHING
 
 HOST_BYTES = 16
 """Bytes per parameter of an optimizer on the host: the weight, its gradient and Adam's two moments
@@ -31,15 +32,12 @@ def num_parameters(shape: ModelShape, pp_rank: int) -> NumParameters:
     """Return a pipeline rank's number of parameters, without biases and norm weights."""
     dense = experts = 0
     vocabulary = shape.vocab_size * shape.hidden_size // shape.parallelism.tp
-    of_kind: dict[LayerKind, tuple[int, int]] = {}
     for chunk in shape.chunks_of(pp_rank):
-        for layer in chunk.layers:
-            kind = shape.kind_of(layer)
-            if kind not in of_kind:
-                weights = {part: cost.weights for part, cost in layer_costs(shape, layer).items()}
-                in_experts = weights.get("expert_fc1", 0) + weights.get("expert_fc2", 0)
-                of_kind[kind] = sum(weights.values()) - in_experts, in_experts
-            dense, experts = dense + of_kind[kind][0], experts + of_kind[kind][1]
+        for kind, count in Counter(map(shape.kind_of, chunk.layers)).items():
+            for part in parts_of_kind(shape.plain, kind, NOTHING):
+                is_expert = part.name in ("expert_fc1", "expert_fc2")
+                experts += count * part.cost.weights * is_expert
+                dense += count * part.cost.weights * (not is_expert)
         # Further tokens are embedded where they are predicted.
         has_embedding = chunk.is_first or (chunk.is_last and shape.num_further_tokens > 0)
         dense += vocabulary * has_embedding

@@ -10,7 +10,7 @@ from typing import Optional
 
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.layers import (
-    layer_costs,
+    layer_parts,
     marked_modules,
     saved_tensors,
     savers_of,
@@ -175,7 +175,7 @@ def part_bytes(configured: Configured, layer: int) -> dict[str, tuple[int, int]]
 
 
 def _layer_table(configured: Configured, speed: Speed, layer: int) -> Iterator[str]:
-    costs = layer_costs(configured.shape, layer).values()
+    costs = [part.cost for part in layer_parts(configured.shape, layer)]
     forward_ms = sum(cost.ms(speed, "forward") for cost in costs)
     backward_ms = sum(cost.backward_ms(speed) for cost in costs)
 

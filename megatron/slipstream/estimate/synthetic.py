@@ -20,7 +20,7 @@ from megatron.slipstream.estimate.layer_passes import Stretch, backward_pass, fo
 from megatron.slipstream.estimate.layers import (
     CHECKPOINT_INPUTS,
     input_name,
-    layer_costs,
+    layer_parts,
     marked_modules,
     recomputable_parts,
     saved_tensors,
@@ -114,7 +114,7 @@ class Workplan:
             kinds = tuple(map(self.shape.kind_of, chunk.layers))
             for kind, layer in zip(kinds, chunk.layers, strict=True):
                 if kind not in templates:
-                    parts = recomputable_parts(self.shape, layer)
+                    parts = recomputable_parts(self.shape, kind)
                     alone = chunk._replace(layers=(layer,), is_last=False)
                     templates[kind] = {
                         setting: self._movable._template(single.with_setting(setting), alone)
@@ -196,7 +196,7 @@ class _Marker:
         work, saved = self._plan, saved_tensors(self._shape, layer)
         marked = [name for name in marked_modules(self._shape, layer) if name in work.modules]
         group_of = {name: len(self.groups) + place for place, name in enumerate(marked)}
-        parts = list(layer_costs(self._shape, layer))
+        parts = [part.name for part in layer_parts(self._shape, layer)]
         self._spans[layer] = {name: _span(name, parts) for name in marked}
         with_small: set[int] = set()
         for name, (tensor, savers) in savers_of(saved).items():

@@ -334,8 +334,8 @@ class SizedModel:
         last = None
         for number in range(shape.parallelism.pp):
             layers = [layer for chunk in shape.chunks_of(number) for layer in chunk.layers]
-            kinds = {shape.kind_of(layer): layer for layer in layers}
-            parts = [recomputable_parts(shape, layer) for layer in kinds.values()]
+            kinds = dict.fromkeys(map(shape.kind_of, layers))
+            parts = [recomputable_parts(shape, kind) for kind in kinds]
             settings = [setting & part for setting in asked for part in parts]
             state = self.state_bytes[number]
             rank = work.rank_templates(number, state, settings)
@@ -357,7 +357,8 @@ def selective_setting(shape: ModelShape) -> LayerSetting:
         return shape.recompute_modules
     if shape.attention_backend in ("unfused", "local"):
         return LayerSetting({"core_attn"})
-    names = {"moe_act" if "E" in kind else "mlp" for kind in shape.kinds if has_feed_forward(kind)}
+    kinds = map(shape.kind_of, range(shape.num_layers))
+    names = {"moe_act" if "E" in kind else "mlp" for kind in kinds if has_feed_forward(kind)}
     names |= {"mla_up_proj"} if shape.latent_attention else set()
     return LayerSetting(names | {"layernorm"})
 

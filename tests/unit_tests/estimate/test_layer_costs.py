@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 
 from megatron.slipstream.estimate.gpus import ATTENTION_SHARE, GPUS, find_speed
 from megatron.slipstream.estimate.layers import (
+    Cost,
     attended_pairs,
     head_costs,
-    layer_costs,
+    layer_parts,
 )
 from megatron.slipstream.estimate.model_parts import (
     RECOMPUTE_MODULES,
@@ -25,11 +26,18 @@ from megatron.slipstream.estimate.model_parts import (
 )
 from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.model_state import host_state_bytes, num_parameters, state_bytes
-from megatron.slipstream.plan.settings import NOTHING, WHOLE
+from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 
 LLAMA = ModelShape(32, 4096, 32, 14336, 128256, 8192, 1, 8)
 MIXTRAL = replace(LLAMA, experts=Experts(8, 2, 14336))
 LATENT = replace(LLAMA, latent_attention=LatentAttention(1536, 512, 128, 64, 128))
+
+
+def layer_costs(
+    shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None
+) -> dict[str, Cost]:
+    """The costs of a layer's parts, in forward order."""
+    return {part.name: part.cost for part in layer_parts(shape, layer, setting)}
 
 
 def flops(shape: ModelShape) -> float:

@@ -16,7 +16,7 @@ from megatron.slipstream.estimate.layers import (
     CHECKPOINT_INPUTS,
     MEGATRON_MODULES,
     Cost,
-    layer_costs,
+    layer_parts,
 )
 from megatron.slipstream.estimate.model_parts import (
     Experts,
@@ -115,7 +115,7 @@ def test_expert_layers_and_dense_ones_mark_their_own_modules() -> None:
 def test_the_second_product_of_the_experts_runs_before_the_activations_group_ends() -> None:
     shape = replace(SHAPE, experts=EXPERTS)
     trace = synthetic_trace(workplan(shape, ("moe_act",), 1), 0)
-    costs = layer_costs(shape, 0)
+    costs = {part.name: part.cost for part in layer_parts(shape, 0)}
     inside_ms = sum(
         SPEED.compute_ms(costs[part].flops, costs[part].traffic_bytes)
         for part in ("moe_act", "expert_fc2")
