@@ -63,14 +63,27 @@ class Given(NamedTuple):
     def add_to(self, group: argparse._ActionsContainer, **more: Any) -> None:
         options: dict[str, Any] = {"type": self.kind, "metavar": self.metavar or "N"}
         if self.kind == "flag":
-            options = {"action": "store_true", "default": None}
-            more = {}
+            options, more = {"action": "store_true", "default": None}, {}
         elif self.kind == "names":
             options = {"nargs": "+", "metavar": "MODULE"}
         elif isinstance(self.kind, tuple):
             options = {"choices": self.kind}
         group.add_argument(*self.flags.split(), dest=self.name, help=self.help, **options, **more)
 
+
+def _config_file(text: str) -> Path:
+    path = Path(text)
+    return path / "config.json" if path.is_dir() else path
+
+
+_RECORDED = Given("--recorded-seq-length", parse_tokens, "the length of a trace's sequences, for "
+                  "--seq-length, if the trace does not say it")  # fmt: skip
+
+_MODEL = (
+    Given("--hf-config", _config_file, "config.json of a Hugging Face model, or the folder that "
+          "holds it", "FILE"),
+    Given("--args-file", Path, "a file of megatron's flags", "FILE"),
+)  # fmt: skip
 
 TRAINING = {
     given.name: given
@@ -104,6 +117,14 @@ TRAINING = {
     )
 }  # fmt: skip
 """Options for a model from --hf-config, by name in the namespace."""
+
+_SEARCHED = (
+    Given("--longest-sequence", "flag", "find the longest sequence that fits without offloading, "
+          "with recomputation, with the built-in engine and with a memory budget; --seq-length N "
+          "also compares them at N"),
+    Given("--largest-micro-batch", "flag",
+          "find the largest micro-batch of sequences of --seq-length tokens"),
+)  # fmt: skip
 
 _LIMITS = (
     Given("--memory", float, "device memory (default: the GPU's)", "GIB"),
@@ -160,11 +181,6 @@ class _AsTyped(argparse.Action):
         namespace.typed = {**namespace.typed, self.dest: option_string}
 
 
-def _config_file(text: str) -> Path:
-    path = Path(text)
-    return path / "config.json" if path.is_dir() else path
-
-
 def flag_of(name: str, options: argparse.Namespace) -> str:
     """Return the option as the user typed it, or its first spelling; ``name`` is its ``dest``."""
     first = TRAINING[name].flags.split()[0] if name in TRAINING else "--" + name.replace("_", "-")
@@ -193,12 +209,12 @@ def as_typed(message: str, options: argparse.Namespace) -> str:
     return message.replace("num_microbatches=", "--num-micro-batches=")
 
 
-SEARCH = ("longest_sequence", "largest_micro_batch", "memory", "margin", "host_memory")
+SEARCH = tuple(given.name for given in (*_SEARCHED, *_LIMITS))
 """Options of the search for the largest size that fits."""
 
 AIMS = ("target_memory", "max_overhead", "fraction", "output", "timeline", "frontier", "rank")
 
-UNTIMED = ("gpu", "tflops", "gb_per_s", "num_micro_batches", "rank", "state_gib", *SEARCH)
+UNTIMED = (*(given.name for given in _GPU), *SEARCH)
 """Options that apply only without recorded times."""
 
 
@@ -222,44 +238,25 @@ def add_plan(
         metavar="TRACE.json | -- FLAGS",
         help="trace of one rank; or, after --, megatron's flags of a training",
     )
-    plan.add_argument(
-        "--recorded-seq-length",
-        type=parse_tokens,
-        metavar="N",
-        help="the length of a trace's sequences, for --seq-length, if the trace does not say it",
-    )
-    other = plan.add_argument_group("a model instead of a trace")
-    other.add_argument(
-        "--hf-config",
-        type=_config_file,
-        metavar="FILE",
-        help="config.json of a Hugging Face model, or the folder that holds it",
-    )
-    other.add_argument("--args-file", type=Path, metavar="FILE", help="a file of megatron's flags")
-    training = plan.add_argument_group(
-        "training options (with --hf-config)",
+    _RECORDED.add_to(plan)
+    training = (
         "The names are megatron's. With a trace, --seq-length plans it as if its sequences had "
-        "this length.",
+        "this length."
     )
-    for given in TRAINING.values():
-        given.add_to(training, action=_AsTyped)
-    limits = plan.add_argument_group("the largest size that fits (without a trace)")
-    searched = limits.add_mutually_exclusive_group()
-    Given("--longest-sequence", "flag", "find the longest sequence that fits without offloading, "
-          "with recomputation, with the built-in engine and with a memory budget; --seq-length N "
-          "also compares them at N").add_to(searched)  # fmt: skip
-    Given("--largest-micro-batch", "flag",
-          "find the largest micro-batch of sequences of --seq-length tokens"
-          ).add_to(searched)  # fmt: skip
-    for given in _LIMITS:
-        given.add_to(limits)
-    for title, options in (
-        ("hardware and schedule (without a trace)", _GPU),
-        ("goals", _GOALS),
-        ("output", _FILES),
+    for title, description, options in (
+        ("a model instead of a trace", None, _MODEL),
+        ("training options (with --hf-config)", training, TRAINING.values()),
+        ("the largest size that fits (without a trace)", None, _LIMITS),
+        ("hardware and schedule (without a trace)", None, _GPU),
+        ("goals", None, _GOALS),
+        ("output", None, _FILES),
     ):
-        group = plan.add_argument_group(title)
+        group = plan.add_argument_group(title, description)
+        if options is _LIMITS:
+            searched = group.add_mutually_exclusive_group()
+            for given in _SEARCHED:
+                given.add_to(searched)
         for given in options:
-            given.add_to(group)
+            given.add_to(group, **({"action": _AsTyped} if given.name in TRAINING else {}))
     hint = "; put megatron's flags after '--'"
     plan.set_defaults(run=run, typed={}, hint_for_unknown=hint)
