@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, Optional, get_args
 
@@ -255,11 +255,20 @@ def _problems(shape: ModelShape) -> Iterator[str]:
     """
     for name, size in _sizes(shape):
         limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
-        if size is not None and size < 1:
+        if size < 1:
             yield f"{name}={size} must be positive; set 1 or more"
-        if size is not None and size > limit:
+        if size > limit:
             yield f"{name}={size} is too large to plan; set {limit} or less"
-    yield from _wrong_settings(shape)
+    for name in sorted(shape.recompute_modules - {WHOLE_LAYER, *RECOMPUTE_MODULES}):
+        yield (
+            f"recompute_modules contains {name!r}, which is not modelled; "
+            f"set some of {', '.join(RECOMPUTE_MODULES)}"
+        )
+    if shape.recomputes("mla_up_proj") and shape.latent_attention is None:
+        yield (
+            "recompute_modules contains 'mla_up_proj', but the model has no multi-latent "
+            "attention; remove it"
+        )
     par, exchanges = shape.parallelism, get_args(ContextParallelism)
     if par.cp_comm_type not in exchanges:
         given = f"cp_comm_type={par.cp_comm_type!r}"
@@ -285,21 +294,21 @@ def _problems(shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _sizes(shape: ModelShape) -> Iterator[tuple[str, Optional[int]]]:
-    """Yield every number by megatron's name; None if it is not set."""
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
-                 "vocab_size", "seq_length", "micro_batch_size", "num_query_groups", "kv_channels",
-                 "window_size"):  # fmt: skip
-        yield name, getattr(shape, name)
-    yield "recompute_num_layers", shape.layers_per_checkpoint
-    parts = (shape.parallelism, shape.latent_attention, shape.gated_delta_net, shape.mamba,
+def _sizes(shape: ModelShape) -> Iterator[tuple[str, int]]:
+    """Yield every whole number that is set, by megatron's name."""
+    parts = (shape, shape.parallelism, shape.latent_attention, shape.gated_delta_net, shape.mamba,
              shape.experts)  # fmt: skip
     for part in parts:
-        for each, name in OPTIONS_OF[type(part)].items() if part is not None else ():
-            value = getattr(part, each)
-            # Booleans are no numbers, and 0 is the default of a model without shared experts.
-            if type(value) is int and (value, each) != (0, "shared_ffn_hidden_size"):
-                yield name.replace("num_moe_experts", "num_experts"), value
+        for each in fields(part) if part is not None else ():
+            size = getattr(part, each.name)
+            # 0 is the default of a model without shared experts.
+            is_unset = size is None or (size, each.name) == (0, "shared_ffn_hidden_size")
+            if each.type in ("int", "Optional[int]") and not is_unset:
+                name = OPTIONS_OF.get(type(part), {}).get(each.name, each.name)
+                yield _OTHER_NAMES.get(name, name), size
+
+
+_OTHER_NAMES = {"num_moe_experts": "num_experts", "layers_per_checkpoint": "recompute_num_layers"}
 
 
 def _conflicts(shape: ModelShape) -> list[tuple[bool, str, str, str, str]]:
@@ -337,19 +346,6 @@ def _conflicts(shape: ModelShape) -> list[tuple[bool, str, str, str, str]]:
         (experts.topk > eligible, topk, chosen,
          f"these groups have {eligible} experts ({count} in {groups})", "change one of them"),
     ]  # fmt: skip
-
-
-def _wrong_settings(shape: ModelShape) -> Iterator[str]:
-    for name in sorted(shape.recompute_modules - {WHOLE_LAYER, *RECOMPUTE_MODULES}):
-        yield (
-            f"recompute_modules contains {name!r}, which is not modelled; "
-            f"set some of {', '.join(RECOMPUTE_MODULES)}"
-        )
-    if "mla_up_proj" in shape.recompute_modules and shape.latent_attention is None:
-        yield (
-            "recompute_modules contains 'mla_up_proj', but the model has no multi-latent "
-            "attention; remove it"
-        )
 
 
 def _wrong_layers(shape: ModelShape) -> Iterator[str]:
