@@ -23,8 +23,7 @@ from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.estimate.layers import (
     saved_tensors,
 )
-from megatron.slipstream.estimate.model_parts import Parallelism
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_plan

@@ -36,7 +36,7 @@ from megatron.slipstream.estimate.frontier import (
     sweep_budgets,
 )
 from megatron.slipstream.estimate.gpus import Speed
-from megatron.slipstream.estimate.model_parts import MAX_SIZE
+from megatron.slipstream.estimate.model_shapes import MAX_SIZE
 from megatron.slipstream.estimate.shape_tables import (
     RankPlan,
     answer,

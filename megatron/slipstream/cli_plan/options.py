@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import ACHIEVED_SHARE, H100_SHARE
-from megatron.slipstream.estimate.model_parts import ATTENTION_BACKENDS
+from megatron.slipstream.estimate.model_shapes import ATTENTION_BACKENDS
 from megatron.slipstream.options.fields import AUTO_OVERHEAD_PERCENT, parse_percent
 
 _EPILOG = """\

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 from megatron.slipstream.estimate.gpus import Speed
-from megatron.slipstream.estimate.model_parts import MAX_SIZE
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import MAX_SIZE, ModelShape
 from megatron.slipstream.estimate.training_setup import Configured
 from megatron.slipstream.estimate.ways import BUDGET, HOST, WAYS, Iteration, SizedModel, Usage
 from megatron.slipstream.plan.assignments import Limits

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.estimate.file_errors import wrong_with
 from megatron.slipstream.estimate.model_options import shape_fields
-from megatron.slipstream.estimate.model_parts import MAX_LAYERS
+from megatron.slipstream.estimate.model_shapes import MAX_LAYERS
 
 
 class HubModel(NamedTuple):

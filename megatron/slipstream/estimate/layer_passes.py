@@ -30,8 +30,7 @@ from megatron.slipstream.estimate.layers import (
     parts_of_kind,
     setting_with_tiles,
 )
-from megatron.slipstream.estimate.model_parts import LayerKind
-from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
+from megatron.slipstream.estimate.model_shapes import Chunk, LayerKind, ModelShape
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 from megatron.slipstream.plan.tiles import Tiling, logits_bytes_per_token, mlp_bytes_per_token
 from megatron.slipstream.plan.trace import OUTPUT_LAYER

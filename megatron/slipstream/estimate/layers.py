@@ -61,8 +61,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import Products, Speed
-from megatron.slipstream.estimate.model_parts import LayerKind
-from megatron.slipstream.estimate.model_shapes import ModelShape, has_feed_forward
+from megatron.slipstream.estimate.model_shapes import LayerKind, ModelShape, has_feed_forward
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 from megatron.slipstream.plan.trace import OUTPUT_LAYER
 

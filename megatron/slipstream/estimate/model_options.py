@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields, replace
 from typing import Any, Optional
 
-from megatron.slipstream.estimate.model_parts import (
+from megatron.slipstream.estimate.model_shapes import (
     OPTIONS_OF,
     PARALLELISM,
     Experts,
@@ -15,9 +15,9 @@ from megatron.slipstream.estimate.model_parts import (
     LatentAttention,
     LayerKind,
     Mamba,
+    ModelShape,
     Parallelism,
 )
-from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.plan.settings import NOTHING, WHOLE
 
 _SAME_NAMES = (

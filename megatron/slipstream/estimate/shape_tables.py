@@ -15,7 +15,7 @@ from megatron.slipstream.estimate.layers import (
     saved_tensors,
     savers_of,
 )
-from megatron.slipstream.estimate.model_parts import LayerKind, Parallelism
+from megatron.slipstream.estimate.model_shapes import LayerKind, Parallelism
 from megatron.slipstream.estimate.model_state import num_parameters
 from megatron.slipstream.estimate.schedules import most_in_flight
 from megatron.slipstream.estimate.synthetic import Workplan

@@ -15,8 +15,7 @@ from megatron.slipstream.estimate.layers import (
     MODULES,
     marked_modules,
 )
-from megatron.slipstream.estimate.model_parts import Parallelism
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.synthetic import DEFAULT_MIN_NUMEL
 from megatron.slipstream.options.model import check_model_options
 from megatron.slipstream.options.rules import require

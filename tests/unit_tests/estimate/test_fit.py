@@ -15,8 +15,7 @@ from megatron.slipstream.estimate.fit import Finder, _largest
 from megatron.slipstream.estimate.frontier import frontier_png, sweep_budgets
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
-from megatron.slipstream.estimate.model_parts import Experts, Parallelism
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import Experts, ModelShape, Parallelism
 from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.estimate.training_setup import Configured, usable_modules
 from megatron.slipstream.estimate.ways import (

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.slipstream.estimate.hugging_face import MODEL_TYPES, load_hub_config
-from megatron.slipstream.estimate.model_parts import Experts, LatentAttention
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import Experts, LatentAttention, ModelShape
 from megatron.slipstream.estimate.model_state import num_parameters
 from megatron.slipstream.estimate.training_command import read_flags
 

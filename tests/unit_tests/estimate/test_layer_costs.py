@@ -17,14 +17,14 @@ from megatron.slipstream.estimate.layers import (
     head_costs,
     layer_parts,
 )
-from megatron.slipstream.estimate.model_parts import (
+from megatron.slipstream.estimate.model_shapes import (
     RECOMPUTE_MODULES,
     Experts,
     LatentAttention,
+    ModelShape,
     Optimizer,
     Parallelism,
 )
-from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.model_state import host_state_bytes, num_parameters, state_bytes
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 

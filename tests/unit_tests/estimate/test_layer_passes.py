@@ -22,7 +22,7 @@ from megatron.slipstream.estimate.layer_passes import (
 from megatron.slipstream.estimate.layers import (
     saved_tensors,
 )
-from megatron.slipstream.estimate.model_parts import (
+from megatron.slipstream.estimate.model_shapes import (
     ATTENTION_BACKENDS,
     RECOMPUTE_MODULES,
     Experts,
@@ -30,9 +30,9 @@ from megatron.slipstream.estimate.model_parts import (
     LatentAttention,
     LayerKind,
     Mamba,
+    ModelShape,
     Parallelism,
 )
-from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 
 H100 = find_speed("h100")

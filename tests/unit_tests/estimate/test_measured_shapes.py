@@ -19,8 +19,12 @@ from megatron.slipstream.estimate.layers import (
     marked_modules,
     saved_tensors,
 )
-from megatron.slipstream.estimate.model_parts import Experts, LatentAttention, Parallelism
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import (
+    Experts,
+    LatentAttention,
+    ModelShape,
+    Parallelism,
+)
 from megatron.slipstream.estimate.model_state import num_parameters
 from megatron.slipstream.estimate.synthetic import DEFAULT_MIN_NUMEL, Workplan, synthetic_trace
 from megatron.slipstream.plan.build import build_plan

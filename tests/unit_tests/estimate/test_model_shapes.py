@@ -16,15 +16,15 @@ from megatron.slipstream.estimate.layers import (
     marked_modules,
     saved_tensors,
 )
-from megatron.slipstream.estimate.model_parts import (
+from megatron.slipstream.estimate.model_shapes import (
     ATTENTION_BACKENDS,
     Experts,
     GatedDeltaNet,
     LatentAttention,
     Mamba,
+    ModelShape,
     Parallelism,
 )
-from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.training_setup import usable_modules
 from megatron.slipstream.plan.settings import NOTHING, WHOLE
 

@@ -18,13 +18,13 @@ from megatron.slipstream.estimate.layers import (
     Cost,
     layer_parts,
 )
-from megatron.slipstream.estimate.model_parts import (
+from megatron.slipstream.estimate.model_shapes import (
     Experts,
     LatentAttention,
     LayerKind,
+    ModelShape,
     Parallelism,
 )
-from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions

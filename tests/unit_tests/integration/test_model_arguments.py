@@ -20,7 +20,7 @@ from megatron.slipstream.estimate.layers import (
     saved_tensors,
 )
 from megatron.slipstream.estimate.model_options import shape_of_options
-from megatron.slipstream.estimate.model_parts import (
+from megatron.slipstream.estimate.model_shapes import (
     Experts,
     GatedDeltaNet,
     LatentAttention,

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.slipstream.estimate.gpus import find_speed
-from megatron.slipstream.estimate.model_parts import Experts, Parallelism
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import Experts, ModelShape, Parallelism
 from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.plan import assignments, search
 from megatron.slipstream.plan.arrange import Timing, arrange

@@ -32,8 +32,7 @@ from make_trace import (
 
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
-from megatron.slipstream.estimate.model_parts import Parallelism
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.estimate.training_setup import usable_modules
 from megatron.slipstream.fine_grained_activation_offload import cost_trial

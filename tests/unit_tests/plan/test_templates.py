@@ -14,8 +14,7 @@ from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.layers import (
     CHECKPOINT_INPUTS,
 )
-from megatron.slipstream.estimate.model_parts import Experts, Parallelism
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import Experts, ModelShape, Parallelism
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions

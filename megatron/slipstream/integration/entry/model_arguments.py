@@ -18,8 +18,12 @@ from unittest import mock
 from megatron.slipstream.estimate.gpus import FP8_RATE
 from megatron.slipstream.estimate.layers import CHECKPOINT_INPUTS
 from megatron.slipstream.estimate.model_options import pattern_fields, shape_of_options
-from megatron.slipstream.estimate.model_parts import QUANTIZED_BYTES, AttentionBackend, Optimizer
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import (
+    QUANTIZED_BYTES,
+    AttentionBackend,
+    ModelShape,
+    Optimizer,
+)
 from megatron.slipstream.estimate.training_setup import (
     Configured,
     default_micro_batches,
