@@ -13,18 +13,16 @@ from typing import Any
 from megatron.slipstream.cli_plan.options import AIMS, UNTIMED, flag_of, refuse
 from megatron.slipstream.estimate.gpus import GPUS, Speed, find_speed
 from megatron.slipstream.estimate.hugging_face import HubModel, load_hub_config
-from megatron.slipstream.estimate.model_options import (
-    PARALLELISM,
-    parallelism_of_options,
-    shape_of_options,
-)
 from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.estimate.training_command import read_flags, split_command
 from megatron.slipstream.estimate.training_setup import (
+    PARALLELISM,
     Configured,
     default_micro_batches,
     fewest_data_parallel_ranks,
+    parallelism_of_options,
+    shape_of_options,
     usable_modules,
 )
 

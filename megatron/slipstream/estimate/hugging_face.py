@@ -12,8 +12,8 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.estimate.file_errors import wrong_with
-from megatron.slipstream.estimate.model_options import shape_fields
 from megatron.slipstream.estimate.model_shapes import MAX_LAYERS
+from megatron.slipstream.estimate.training_setup import shape_fields
 
 
 class HubModel(NamedTuple):

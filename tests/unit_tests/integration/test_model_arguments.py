@@ -19,7 +19,6 @@ from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.estimate.layers import (
     saved_tensors,
 )
-from megatron.slipstream.estimate.model_options import shape_of_options
 from megatron.slipstream.estimate.model_shapes import (
     Experts,
     GatedDeltaNet,
@@ -31,7 +30,7 @@ from megatron.slipstream.estimate.model_shapes import (
 from megatron.slipstream.estimate.model_state import num_parameters, state_bytes
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.estimate.training_command import read_flags, split_command
-from megatron.slipstream.estimate.training_setup import Configured
+from megatron.slipstream.estimate.training_setup import Configured, shape_of_options
 from megatron.slipstream.integration.entry.model_arguments import (
     PLAN_RULES,
     configured_by_flags,

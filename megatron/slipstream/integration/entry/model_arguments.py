@@ -17,7 +17,6 @@ from unittest import mock
 
 from megatron.slipstream.estimate.gpus import FP8_RATE
 from megatron.slipstream.estimate.layers import CHECKPOINT_INPUTS
-from megatron.slipstream.estimate.model_options import pattern_fields, shape_of_options
 from megatron.slipstream.estimate.model_shapes import (
     QUANTIZED_BYTES,
     AttentionBackend,
@@ -27,6 +26,8 @@ from megatron.slipstream.estimate.model_shapes import (
 from megatron.slipstream.estimate.training_setup import (
     Configured,
     default_micro_batches,
+    pattern_fields,
+    shape_of_options,
     usable_modules,
 )
 from megatron.slipstream.fine_grained_activation_offload.pass_policy import PassPolicy
