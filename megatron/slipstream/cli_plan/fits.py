@@ -13,13 +13,22 @@ from typing import Optional
 
 from megatron.slipstream.cli_plan.models import MAX_BYTES, speed_for
 from megatron.slipstream.cli_plan.options import AIMS, SEARCH, flag_of, refuse
-from megatron.slipstream.estimate.fit import STEP_TOKENS, Finder, Fit
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.model_state import host_state_bytes, state_bytes
 from megatron.slipstream.estimate.shape_tables import table
 from megatron.slipstream.estimate.training_setup import Configured
-from megatron.slipstream.estimate.ways import BUDGET, BUILT_IN, FULL, HOST, WAYS, Iteration
+from megatron.slipstream.estimate.ways import (
+    BUDGET,
+    BUILT_IN,
+    FULL,
+    HOST,
+    STEP_TOKENS,
+    WAYS,
+    Finder,
+    Fit,
+    Iteration,
+)
 from megatron.slipstream.plan.assignments import Limits
 from megatron.slipstream.plan.progress_bar import bar_on_stderr
 from megatron.slipstream.plan.render import format_bytes

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from megatron.slipstream.estimate.fit import Finder
 from megatron.slipstream.estimate.shape_tables import table
-from megatron.slipstream.estimate.ways import BUDGET, OFF, WAYS, Iteration
+from megatron.slipstream.estimate.ways import BUDGET, OFF, WAYS, Finder, Iteration
 from megatron.slipstream.plan.build import plan_of
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.model import IterationModel

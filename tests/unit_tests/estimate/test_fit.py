@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from megatron.slipstream.estimate.fit import Finder, _largest
 from megatron.slipstream.estimate.frontier import frontier_png, sweep_budgets
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
@@ -26,6 +25,8 @@ from megatron.slipstream.estimate.ways import (
     OFF,
     SELECTIVE,
     WAYS,
+    Finder,
+    _largest,
     selective_setting,
 )
 from megatron.slipstream.plan.assignments import Limits
