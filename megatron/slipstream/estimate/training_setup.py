@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A training that is planned before it starts: its model by megatron's options, and what may move."""
+"""A training that is planned before it runs: its model by megatron's options; what may move."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 """Ways to train a model in less memory, what an iteration takes with each, and what fits.
 
 A way is a setting for each layer, what moves, and what is computed by tiles. Its memory and time
-are those of the planned trace that is composed from the layers' templates (:mod:`synthetic`). :class:`Finder` searches the longest
-sequence, or the largest micro-batch, that fits a device with each way.
+are those of the planned trace that is composed from the layers' templates (:mod:`synthetic`).
+:class:`Finder` searches the longest sequence, or the largest micro-batch, that fits a device.
 """
 
 from __future__ import annotations
