@@ -98,6 +98,7 @@ def _source(rank: int, item: Pass, pp_size: int, num_stages: int) -> Optional[tu
     return rank, item._replace(vp_stage=stage)
 
 
-def most_in_flight(schedule: Schedule) -> int:
-    """Return the largest number of passes between their forward and backward at once."""
-    return max(itertools.accumulate(1 if item.direction == "F" else -1 for item in schedule))
+def most_in_flight(schedule: Schedule, size: Callable[[Pass], int] = lambda item: 1) -> int:
+    """Return the largest total size of the passes between their forward and backward at once."""
+    signs = {"F": 1, "B": -1}
+    return max(itertools.accumulate(signs[item.direction] * size(item) for item in schedule))

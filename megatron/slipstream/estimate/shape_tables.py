@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Optional
@@ -64,12 +65,10 @@ class RankPlan:
 
     @property
     def saved_bytes(self) -> int:
-        held = most = 0
-        for item in self.work.schedules[self.pp_rank]:
-            nbytes = self.work.chunks[self.pp_rank, item.vp_stage].saved_bytes
-            held += nbytes if item.direction == "F" else -nbytes
-            most = max(most, held)
-        return most
+        chunks, rank = self.work.chunks, self.pp_rank
+        return most_in_flight(
+            self.work.schedules[rank], lambda item: chunks[rank, item.vp_stage].saved_bytes
+        )
 
 
 def describe(configured: Configured, speed: Speed) -> Iterator[str]:
@@ -134,17 +133,15 @@ def layer_tables(configured: Configured, speed: Speed) -> Iterator[str]:
     """Tabulate, for each kind of layer, the bytes of its parts and how many compute can hide."""
     shape = configured.shape
     layers = range(shape.num_layers)
-    kinds = {layer: (shape.kind_of(layer), shape.setting_of(layer)) for layer in layers}
+    counts = Counter(map(shape.kind_and_setting, layers))
     shown: dict[tuple[LayerKind, LayerSetting], int] = {}
     # Of layers that are recomputed together, the first saves something.
     for layer in sorted(layers, key=lambda layer: layer not in shape.checkpoint_starts):
-        shown.setdefault(kinds[layer], layer)
+        shown.setdefault(shape.kind_and_setting(layer), layer)
     for (letters, setting), layer in shown.items():
-        count = sum(kind == (letters, setting) for kind in kinds.values())
-        kind = _NAMES[letters]
-        kind += ", recomputed as a whole" if setting == WHOLE else ""
+        kind = _NAMES[letters] + ", recomputed as a whole" * (setting == WHOLE)
         yield ""
-        yield f"Saved by {kind} ({count} of them) in one micro-batch"
+        yield f"Saved by {kind} ({counts[letters, setting]} of them) in one micro-batch"
         yield from _layer_table(configured, speed, layer)
 
 
