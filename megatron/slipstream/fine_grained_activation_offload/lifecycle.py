@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any, Optional
 
@@ -150,22 +150,28 @@ class Lifecycle:
         self.drop_plans()
         return True
 
-    def drop_plans(self) -> None:
-        """Drop all plans, so that the next iteration is recorded."""
-        self.plans.clear()
+    def drop_plans(self, but_of: Container[Assignment] = ()) -> None:
+        """Drop all plans but those of some assignments; the next iteration is recorded."""
+        self.plans.clear(but_of)
         self.last = self.next = None
 
-    def change_target(self, target_memory_bytes: Optional[int]) -> None:
-        """Limit the device peak, drop all plans, and record the next iteration.
+    def change_target(
+        self, target_memory_bytes: Optional[int], but_of: Container[Assignment] = ()
+    ) -> None:
+        """Limit the device peak, drop plans, and record the next iteration.
 
         Call between iterations.
 
         Args:
             target_memory_bytes: The limit; None to move all that may.
+            but_of: Assignments whose plans are kept, if they are within the limit.
         """
         options = replace(self.planner.options, target_memory_bytes=target_memory_bytes)
-        if not self.change_options(options):
-            self.drop_plans()
+        plans = [plan for plan in self.plans.plans() if plan.trace.assignment in but_of]
+        within = {plan.trace.assignment for plan in plans if _is_within(plan, target_memory_bytes)}
+        self.drop_plans(within)
+        self.planner.options = options
+        self._report.tried = []
 
     def lower_target(self, target_memory_bytes: int) -> None:
         """Lower the target, and plan again from the traces. Call between iterations."""
@@ -184,6 +190,8 @@ class Lifecycle:
         self.plans.assignment = assignment
         self._recorder.forget_storages()
         self.last = self.next = self.plans.newest()
+        if self.next is not None:
+            self.planner.report_plan(self.next)
 
     def follow_captured(self, plan: Plan, clock: Optional[StepClock]) -> None:
         """Follow the plan of another engine in the coming pass, which must match it.
@@ -483,3 +491,9 @@ class Lifecycle:
             format_bytes(needed),
             format_bytes(held),
         )
+
+
+def _is_within(plan: Plan, limit_bytes: Optional[int]) -> bool:
+    """Return whether there is a limit, and the device peak with the plan is known to be within."""
+    peaks = plan.peak_bytes()
+    return limit_bytes is not None and peaks is not None and peaks[1] <= limit_bytes

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import statistics
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
@@ -249,8 +249,9 @@ class PlanCache:
     def __contains__(self, entry: PlanEntry) -> bool:
         return self._entries.get(entry.key) is entry
 
-    def clear(self) -> None:
-        self._entries.clear()
+    def clear(self, but_of: Container[Assignment] = ()) -> None:
+        """Drop all entries but those of some assignments."""
+        self._entries = {k: e for k, e in self._entries.items() if k.assignment in but_of}
         self._last = None
         self._departed.clear()
 

@@ -142,6 +142,11 @@ class Relaxation:
         """Whether nothing more is measured."""
         return self.stage is Stage.SETTLED
 
+    @property
+    def followed(self) -> list[Assignment]:
+        """Choices that were measured and fit; of these, once it is settled, the chosen one."""
+        return [one for one in self._followed if not self.is_settled or one == self.assignment]
+
     def note(
         self,
         boundaries: Sequence[Boundary],

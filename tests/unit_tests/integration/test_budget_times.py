@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from dataclasses import replace
@@ -18,9 +19,10 @@ from simulated_device import SimulatedDevice, simulated_on_cpu
 
 from megatron.slipstream.fine_grained_activation_offload import planner
 from megatron.slipstream.fine_grained_activation_offload.lifecycle import Lifecycle
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import Phase
 from megatron.slipstream.integration.budget import messages
 from megatron.slipstream.plan.layer_visits import LayerVisits
-from megatron.slipstream.plan.relaxation import Relaxation, Stage
+from megatron.slipstream.plan.relaxation import Limits, Prediction, Relaxation, Stage
 from megatron.slipstream.plan.settings import Assignment
 
 CASE = ModelCase("dense", num_layers=6, overrides={"normalization": "LayerNorm"})
@@ -118,3 +120,48 @@ def test_the_waits_of_a_choice_are_known_though_the_device_is_behind_the_host() 
     (noted,) = run_ranks(1, train_behind, replace(RUN, counts=(1,) * 10))
     assert noted
     assert all(waits_ms is not None and waits_ms > 0 for waits_ms in noted)
+
+
+def train_with_a_worse_choice(
+    rank: int, world_size: int, port: int, run: Run
+) -> tuple[Budgeted, list[Phase]]:
+    """Train with a second choice that is slower than predicted.
+
+    Returns:
+        What is measured; for each iteration, how far its plan has come when it begins.
+    """
+    choose, begin = Relaxation.choose, Lifecycle.begin
+    num_choices = itertools.count()
+    phases: list[Phase] = []
+
+    def choose_worse(relaxation: Relaxation, limits: Limits) -> Prediction:
+        chosen = choose(relaxation, limits)
+        if next(num_choices) != 1:
+            return chosen
+        worse = (*relaxation.frugal[:3], *chosen.assignment[3:])
+        return chosen._replace(assignment=worse, ms=0.9 * chosen.ms)
+
+    def note_phase(lifecycle: Lifecycle, now: Any) -> None:
+        phases.append(lifecycle.phase)
+        begin(lifecycle, now)
+
+    with (
+        simulated_on_cpu(SimulatedDevice(GB_PER_S, 0.0)),
+        patch.object(Relaxation, "choose", choose_worse),
+        patch.object(Lifecycle, "begin", note_phase),
+    ):
+        (result,) = train_within(rank, world_size, port, run)
+    return result, phases
+
+
+def test_the_plan_of_a_choice_is_kept_while_another_one_is_measured() -> None:
+    ((result, phases),) = run_ranks(1, train_with_a_worse_choice, RUN)
+    assert result.error == ""
+    assert result.difference is None
+    settled = result.num_until_settled
+    assert result.assignments[settled] == result.assignments[settled - 4]
+    assert result.assignments[settled] != result.assignments[settled - 1]
+    assert phases[settled - 4 : settled] == [Phase.RECORD, Phase.TIMED] * 2
+    assert phases[settled : settled + 3] == [Phase.MEMORY_READ, Phase.TIMED, Phase.SETTLED]
+    assert result.planned_ms == pytest.approx(result.followed_ms, rel=MAX_ERROR)
+    assert settled + 2 <= MAX_UNTIL_SETTLED

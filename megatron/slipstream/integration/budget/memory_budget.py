@@ -288,6 +288,7 @@ class MemoryBudget:
         if before != (relaxation.assignment, False) or (relaxation.is_settled and is_over):
             self._follow(relaxation, limits)
         elif relaxation.is_settled:
+            self._engine.lifecycle.plans.clear(but_of=[relaxation.assignment])
             if not self._batches.varies:
                 self._engine.lifecycle.lower_target(relaxation.target_bytes(limits))
             self._end(relaxation, self._engine.report.planned_ms)
@@ -326,17 +327,21 @@ class MemoryBudget:
         relaxation.assignment = relaxation.frugal
 
     def _follow(self, relaxation: Relaxation, limits: Limits) -> None:
-        """Give the layers their assignment, and record the coming iteration."""
+        """Give the layers their assignment, and record the coming iteration.
+
+        Of a choice that was followed, the plan is kept, so that it is not recorded again.
+        """
         self._limits.now = limits
         target_bytes = pass_ms = None
         if not self._batches.varies:
             target_bytes = relaxation.target_bytes(limits)
             pass_ms = relaxation.visits.pass_ms(relaxation.assignment)
-        self._engine.lifecycle.change_target(target_bytes)
-        self._engine.lifecycle.planner.pass_ms = pass_ms
+        lifecycle = self._engine.lifecycle
+        lifecycle.change_target(target_bytes, but_of=relaxation.followed)
+        lifecycle.planner.pass_ms = pass_ms
         layer_settings.apply(relaxation.assignment, self._chunks)
         if relaxation.is_settled:
-            self._end(relaxation, planned_ms=0.0)
+            self._end(relaxation, self._engine.report.planned_ms if lifecycle.last else 0.0)
         else:
             self._boundaries.begin(has_memory=True)
 
