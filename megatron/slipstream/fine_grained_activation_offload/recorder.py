@@ -13,7 +13,6 @@ first one differs: its backward pass allocates the gradients.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from megatron.slipstream.plan.trace import (
     Step,
     StorageTrace,
     Trace,
+    bytes_by_step,
 )
 
 
@@ -336,13 +336,13 @@ class Recorder:
         if not self.reads_memory:
             return ()
         self._memory.begin_step()
-        change = [0] * (len(self.steps) + 1)
-        for away in self._away.values():
-            if away.storage not in self.held_outside and away.gone_step is not None:
-                change[away.gone_step] += away.nbytes
-                until = away.until_step
-                change[len(self.steps) if until is None else until] -= away.nbytes
-        return self._memory.readings(list(itertools.accumulate(change[:-1])))
+        num_steps = len(self.steps)
+        absent = (
+            (one.gone_step, num_steps if one.until_step is None else one.until_step, one.nbytes)
+            for one in self._away.values()
+            if one.storage not in self.held_outside and one.gone_step is not None
+        )
+        return self._memory.readings(bytes_by_step(num_steps, absent))
 
 
 def _kinds_staying(group: OffloadTensorGroup) -> tuple[str, ...]:
