@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Optional
 
 import torch
@@ -46,7 +46,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPo
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage, memory_of
 from megatron.slipstream.fine_grained_activation_offload.verify import nothing_poisoned
-from megatron.slipstream.plan.actions import GroupPlan, Plan, StoragePlan
+from megatron.slipstream.plan.actions import GroupPlan, Plan, StoragePlan, peak_host_bytes
 from megatron.slipstream.plan.host_layout import size_class_bytes
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD, GroupKey
@@ -270,7 +270,8 @@ class GraphCaptures:
             return 0
         moved = _moved_bytes(self._plan, self._names)
         if self._set is None:
-            return _most_in_use_bytes(self._plan, moved)
+            storages = [item.storage for items in moved.values() for item in items]
+            return peak_host_bytes(len(self._plan.trace.steps), storages)
         # All groups of a micro-batch are on the host between forward and backward. Graphs move
         # every group that moves in any micro-batch that they are replayed for.
         largest: Counter[tuple[str, int, int]] = Counter()
@@ -473,17 +474,3 @@ def _moved_bytes(plan: Plan, names: set[str]) -> dict[GroupKey, list[_Moved]]:
             position = plan.trace.group_by_key[owner].storages.index(storage.index)
             moved[owner].append(_Moved(position, size_class_bytes(storage.nbytes), storage))
     return moved
-
-
-def _most_in_use_bytes(plan: Plan, moved: Mapping[GroupKey, Sequence[_Moved]]) -> int:
-    """Return the peak host bytes in use if the schedule runs as planned."""
-    changes = [0] * (len(plan.trace.steps) + 1)
-    for items in moved.values():
-        for _, nbytes, storage in items:
-            changes[storage.d2h_step] += nbytes
-            changes[storage.h2d_step] -= nbytes
-    in_use = most = 0
-    for change in changes:
-        in_use += change
-        most = max(most, in_use)
-    return most
