@@ -154,7 +154,12 @@ def _set_of(layer: Any) -> tuple[int, int]:
     packed = packed_of(layer)
     if packed is not None and packed.is_captured:
         return packed.number, packed.size
-    return getattr(layer, "current_microbatch", 0) % len(layer.cuda_graphs), ONE_SIZE
+    return preferred_set(layer, len(layer.cuda_graphs)), ONE_SIZE
+
+
+def preferred_set(layer: Any, num_sets: int) -> int:
+    """Return the number of the set that megatron-core's replay chooses."""
+    return int(getattr(layer, "current_microbatch", 0)) % num_sets
 
 
 def packed_of(layer: Any) -> Any:

@@ -53,6 +53,7 @@ from megatron.slipstream.integration.graphs.layer_copies import (
     finish_replays,
     open_graphs,
     packed_of,
+    preferred_set,
 )
 from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables, constant_arguments
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
@@ -281,7 +282,7 @@ class PackedLayers:
             self._loaded.clear()
             self.size = self.sizes.size_of(options)
         graphs = self._graphs[self.size][layer]
-        number = _preferred(layer, len(graphs))
+        number = preferred_set(layer, len(graphs))
         if number != self.number:
             graphs = [*graphs]
             graphs[number] = graphs[self.number]
@@ -300,7 +301,7 @@ class PackedLayers:
         if layer is self._layers[0]:
             self._taken = None
             name = f"the layers of model chunk {self._stage}"
-            taken = self.sets.take(name, _preferred(layer, len(self.sets)))
+            taken = self.sets.take(name, preferred_set(layer, len(self.sets)))
             self._runs_eagerly = taken is None
             if taken is not None:
                 self.number, self._taken = taken
@@ -379,11 +380,6 @@ def _of_chunks(helper: Any) -> list[list[Any]]:
         [layer for layer in layers if (packed := packed_of(layer)) and packed.has_learned(layer)]
         for layers in helper.callables_per_chunk
     ]
-
-
-def _preferred(layer: Any, num_sets: int) -> int:
-    """Return the number of the set that megatron-core's replay chooses."""
-    return int(getattr(layer, "current_microbatch", 0)) % num_sets
 
 
 def _capture(config: Any, of_chunks: Sequence[Sequence[Any]]) -> None:
