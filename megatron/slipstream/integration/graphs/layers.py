@@ -30,6 +30,7 @@ from megatron.slipstream.integration.graphs.layer_copies import (
 from megatron.slipstream.integration.graphs.packed_layers import PackedLayers, pack_layers
 from megatron.slipstream.integration.seam import compat
 from megatron.slipstream.integration.seam.layer_classes import convert, undo_on
+from megatron.slipstream.integration.seam.model_router import stage_of
 from megatron.slipstream.integration.seam.specs import replace_classes
 from megatron.slipstream.patches import patching, table
 from megatron.slipstream.patches.graph_calls import (
@@ -134,7 +135,7 @@ def offload_in_graphs(chunk: torch.nn.Module, find_engine: FindEngine) -> list[C
     """
     layers = [one for one in chunk.modules() if isinstance(one, (TransformerLayer, MambaLayer))]
     undo = [convert(layer, GraphedMixin) for layer in layers]
-    return undo + offload_layers(layers, getattr(chunk, "vp_stage", None) or 0, find_engine)
+    return undo + offload_layers(layers, stage_of(chunk), find_engine)
 
 
 def with_packed_layer_graphs(

@@ -57,6 +57,7 @@ from megatron.slipstream.integration.graphs.layer_copies import (
 )
 from megatron.slipstream.integration.graphs.rotary_tables import RotaryTables, constant_arguments
 from megatron.slipstream.integration.graphs.schedules import chunk_slots
+from megatron.slipstream.integration.seam.model_router import stage_of
 from megatron.slipstream.options import preflight
 from megatron.slipstream.options.model import graphed_modules
 from megatron.slipstream.options.rules import require
@@ -71,7 +72,7 @@ class PackedLayers:
     def __init__(self, model: torch.nn.Module, sizes: CpSizes) -> None:
         self.model: Any = model
         self.sizes = sizes
-        self._stage: int = getattr(model, "vp_stage", None) or 0
+        self._stage = stage_of(model)
         self._anchor = torch.zeros((), requires_grad=True)
         """Input of a pass whose hidden states need no gradient."""
         self.size = ONE_SIZE
