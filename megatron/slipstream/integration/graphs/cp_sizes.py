@@ -23,6 +23,7 @@ from megatron.slipstream.graphs.bank import CpSizes
 from megatron.slipstream.integration.packed.context_parallel_groups import (
     ContextParallelGroups,
     context_parallel_groups,
+    device_of_ranks,
 )
 
 
@@ -133,8 +134,7 @@ class DynamicSizes(CpSizes):
         return table[0] if isinstance(table, tuple) else table
 
     def agree(self, size: int, error: Optional[Exception]) -> None:
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        num_failed = torch.tensor(int(error is not None), device=device)
+        num_failed = torch.tensor(int(error is not None), device=device_of_ranks())
         # First over all stages and tensor-parallel ranks, then within each.
         for group in (parallel_state.get_model_parallel_group(), self._everyone):
             torch.distributed.all_reduce(num_failed, group=group)

@@ -30,6 +30,11 @@ class ContextParallelGroups:
 _groups: Optional[ContextParallelGroups] = None
 
 
+def device_of_ranks() -> torch.device:
+    """Return the device whose tensors this process computes with and exchanges."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def context_parallel_groups(limits: RankLimits) -> ContextParallelGroups:
     """Return the groups; the first call creates them, a collective over all ranks of the job.
 
@@ -97,7 +102,7 @@ def _open_connections(group: Group) -> None:
     size, rank = group.size(), group.rank()
     if size == 1:
         return
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    device = device_of_ranks()
     ones = torch.ones(1, device=device)
     torch.distributed.all_reduce(ones, group=group)
     ranks = torch.distributed.get_process_group_ranks(group)
@@ -123,8 +128,7 @@ def check_agreement(groups: ContextParallelGroups, size: int, fingerprint: int) 
     Ranks with different sizes would deadlock, and ranks with different documents would mix them.
     All ranks raise the same ``RuntimeError``.
     """
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    mine = torch.tensor([size, fingerprint], dtype=torch.int64, device=device)
+    mine = torch.tensor([size, fingerprint], dtype=torch.int64, device=device_of_ranks())
     gathered = [torch.empty_like(mine) for _ in range(groups.everyone.size())]
     torch.distributed.all_gather(gathered, mine, group=groups.everyone)
     said = [tuple(tensor.tolist()) for tensor in gathered]

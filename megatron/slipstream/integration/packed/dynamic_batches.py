@@ -35,6 +35,7 @@ from megatron.slipstream.integration.packed import packed_sequences
 from megatron.slipstream.integration.packed.context_parallel_groups import (
     check_agreement,
     context_parallel_groups,
+    device_of_ranks,
 )
 from megatron.slipstream.integration.packed.packed_sequences import (
     PackedDatasetConfig,
@@ -125,7 +126,7 @@ def micro_batch_params(loaded: dict[str, torch.Tensor], args: Any) -> PackedSeqP
     size = int(loaded[SIZE_KEY])
     if args.dynamic_context_parallel_verify:
         check_agreement(groups, size, int(loaded[FINGERPRINT_KEY]))
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    device = device_of_ranks()
     actual, padded = (loaded[key][0].to(device, non_blocking=True) for key in sorted(OFFSET_KEYS))
     # The same number for every micro-batch of this size, as CUDA graphs need.
     params = packed_seq_params(actual, padded, size * limits.tokens_per_rank)
