@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))  # installed or not
 
 from megatron.slipstream.options import model, modules  # noqa: E402
 from megatron.slipstream.options.fields import DEFAULTS, GROUPS, OffloadOptions  # noqa: E402
+from megatron.slipstream.options.rules import as_flag  # noqa: E402
 from megatron.slipstream.patches import table as patch_table  # noqa: E402
 from megatron.slipstream.patches.patching import Patch  # noqa: E402
 from tools import option_modes, release_places  # noqa: E402
@@ -93,10 +94,6 @@ def accepted_values(annotation: ast.expr) -> str:
             return f"`{ast.unparse(annotation)}`"
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def shown(default: object) -> str:
     if default is None or default == []:
         return "not set"
@@ -118,7 +115,7 @@ def own_options(cls: type, title: str) -> list[str]:
     lines += [NOTE, ""] if title == "slipstream" else []
     for field in fields_of(cls):
         facts = f"{field.values}; default: {shown(field.default)}."
-        lines += [f"### `{flag(field.name)}`", "", field.docstring, "", facts, ""]
+        lines += [f"### `{as_flag(field.name)}`", "", field.docstring, "", facts, ""]
     return lines
 
 
@@ -176,7 +173,7 @@ def options_page() -> str:
         *table(
             ("flag", "default", "meaning"),
             (
-                (f"`{flag(field.name)}`", shown(field.default), field.docstring)
+                (f"`{as_flag(field.name)}`", shown(field.default), field.docstring)
                 for field in fields_of(OffloadOptions)
             ),
         ),

@@ -25,6 +25,7 @@ from megatron.slipstream.estimate.training_setup import (
     shape_of_options,
     usable_modules,
 )
+from megatron.slipstream.options.rules import as_flag
 
 MAX_GROUPS = 100_000
 """Maximum groups of all planned ranks, each of which takes about a millisecond."""
@@ -32,7 +33,7 @@ MAX_GROUPS = 100_000
 MAX_BYTES = 1 << 60
 """Maximum bytes of activations or state: the planner adds sizes as 64-bit integers."""
 
-_PLAN_ONLY = {"--" + name.replace("_", "-") for name in (*UNTIMED, *AIMS, "hf_config")}
+_PLAN_ONLY = {as_flag(name) for name in (*UNTIMED, *AIMS, "hf_config")}
 
 
 def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configured:

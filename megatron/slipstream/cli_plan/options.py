@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Optional
 from megatron.slipstream.estimate.gpus import ACHIEVED_SHARE, H100_SHARE
 from megatron.slipstream.estimate.model_shapes import ATTENTION_BACKENDS
 from megatron.slipstream.options.fields import AUTO_OVERHEAD_PERCENT, parse_percent
+from megatron.slipstream.options.rules import as_flag
 
 _EPILOG = """\
 Examples (nothing is run; 8k is 8192 tokens):
@@ -183,7 +184,7 @@ class _AsTyped(argparse.Action):
 
 def flag_of(name: str, options: argparse.Namespace) -> str:
     """Return the option as the user typed it, or its first spelling; ``name`` is its ``dest``."""
-    first = TRAINING[name].flags.split()[0] if name in TRAINING else "--" + name.replace("_", "-")
+    first = TRAINING[name].flags.split()[0] if name in TRAINING else as_flag(name)
     return str(options.typed.get(name, first))
 
 

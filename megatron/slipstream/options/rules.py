@@ -186,6 +186,11 @@ def _warn(findings: Iterable[Finding]) -> None:
 # Names
 
 
+def as_flag(option: str) -> str:
+    """Return the flag of an option."""
+    return "--" + option.replace("_", "-")
+
+
 def given_flags(arguments: Sequence[str]) -> set[str]:
     """Return the flags of a command line, without values, and its other words."""
     return {argument.split("=")[0] for argument in arguments}

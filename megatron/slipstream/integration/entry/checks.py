@@ -276,7 +276,7 @@ def _unused_flags(args: Any, argv: Sequence[str]) -> list[rules.Finding]:
     else:
         return []
     given = rules.given_flags(argv)
-    unused = [name for name in options if "--" + name.replace("_", "-") in given]
+    unused = [name for name in options if rules.as_flag(name) in given]
     return [rule.found(names=", ".join(unused))] if unused else []
 
 

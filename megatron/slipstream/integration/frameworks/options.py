@@ -26,7 +26,7 @@ from megatron.slipstream.options.facts import Facts
 from megatron.slipstream.options.fields import DEFAULTS, MODULES, SWITCH, OffloadOptions, check_type
 from megatron.slipstream.options.model import check_model_options
 from megatron.slipstream.options.modules import own_modules
-from megatron.slipstream.options.rules import nearest_name, require
+from megatron.slipstream.options.rules import as_flag, nearest_name, require
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def to_cli(options: OffloadOptions | Mapping[str, Any], config: Any = None) -> l
         return []  # The flag has no negation.
     words = []
     for name, value in overrides.items():
-        flag = "--" + name.replace("_", "-")
+        flag = as_flag(name)
         if isinstance(value, bool):
             words += [flag] if value else []
         elif isinstance(value, list):

@@ -21,6 +21,7 @@ from megatron.slipstream.options.rules import (
     Predicate,
     Rule,
     always,
+    as_flag,
     check_rules,
     option_rule,
 )
@@ -113,7 +114,7 @@ def defaults_of_later_options() -> dict[str, Any]:
 def refuse_later_flags(message: str) -> None:
     """Raise ``ValueError`` if argparse's message is about a flag that only a later release has."""
     for name in LATER_OPTIONS:
-        if "--" + name.replace("_", "-") in message:
+        if as_flag(name) in message:
             refuse_later_option(name)
 
 
