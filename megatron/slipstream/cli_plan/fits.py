@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Optional
 
-from megatron.slipstream.cli_plan.models import MAX_BYTES, speed_for
+from megatron.slipstream.cli_plan.models import check_gib, speed_for
 from megatron.slipstream.cli_plan.options import AIMS, SEARCH, flag_of, refuse
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import ModelShape
@@ -79,9 +79,8 @@ def _memory_bytes(speed: Speed, options: argparse.Namespace) -> int:
     if memory is None:
         raise ValueError(f"the memory of {speed.name} is not known; set --memory")
     margin = memory * DEFAULT_MARGIN_SHARE if options.margin is None else options.margin
-    for flag, value in (("--memory", memory), ("--host-memory", options.host_memory)):
-        if value is not None and not 0 < value <= MAX_BYTES >> 30:
-            raise ValueError(f"{flag}={value} must be above 0 GiB, to {MAX_BYTES >> 30}")
+    check_gib("--memory", memory)
+    check_gib("--host-memory", options.host_memory)
     if not 0 <= margin < memory:
         raise ValueError(f"--margin={margin} must be from 0 to less than the memory's {memory:g}")
     return int((memory - margin) * 2**30)

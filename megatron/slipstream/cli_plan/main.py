@@ -17,6 +17,7 @@ from typing import Any, Optional
 from megatron.slipstream.cli_plan.fits import finder_for, prepare_search, show_fits, state_of
 from megatron.slipstream.cli_plan.models import (
     MAX_BYTES,
+    check_gib,
     check_sizes,
     configured_by,
     speed_for,
@@ -246,10 +247,7 @@ def _policy_options(options: argparse.Namespace, training: PolicyOptions) -> Pol
             raise ValueError(f"--fraction={options.fraction} must be from 0 to 1")
         given["activation_offload_fraction"] = options.fraction
     if options.target_memory is not None:
-        if not 0 < options.target_memory <= MAX_BYTES >> 30:
-            raise ValueError(
-                f"--target-memory={options.target_memory} must be above 0 GiB, to {MAX_BYTES >> 30}"
-            )
+        check_gib("--target-memory", options.target_memory)
         given["target_memory_bytes"] = int(options.target_memory * 2**30)
     if options.max_overhead is not None:
         if not 0 <= options.max_overhead < math.inf:

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 from megatron.slipstream.cli_plan.options import AIMS, UNTIMED, flag_of, refuse
 from megatron.slipstream.estimate.gpus import GPUS, Speed, find_speed
@@ -159,6 +159,12 @@ def _layers_per_chunk(
             f"{flag_of('vpp', options)}={num_stages}; change one of them"
         )
     return tuple((count // num_stages,) * num_stages for count in counts)
+
+
+def check_gib(flag: str, value: Optional[float]) -> None:
+    """Raise ``ValueError`` if a limit in GiB is given that no plan can have."""
+    if value is not None and not 0 < value <= MAX_BYTES >> 30:
+        raise ValueError(f"{flag}={value} must be above 0 GiB, to {MAX_BYTES >> 30}")
 
 
 def speed_for(configured: Configured, options: argparse.Namespace) -> Speed:
