@@ -22,7 +22,11 @@ BUDGETS = (0.9, 0.75, 0.6, 0.45, 0.3)
 COUNTS = (2,) * 26
 """Enough iterations to settle, and to plan twice from times."""
 MAX_UNTIL_SETTLED = 12
-OWN = {"dense": ("mlp_fc1", "mlp_act", "mlp_fc2"), "moe": ("expert_fc2",), "mla": ()}
+OWN = {
+    "dense": ("mlp_fc1", "mlp_act", "mlp_fc2"),
+    "moe": ("expert_fc2",),
+    "mla": ("mla_down_proj", "mla_up_proj"),
+}
 
 
 def _run(case: ModelCase, budget: float, counts: tuple[int, ...] = COUNTS) -> Run:
@@ -49,6 +53,7 @@ def test_a_budget_is_kept_and_predicted(case: ModelCase, budget: float) -> None:
     assert max(result.activation_bytes) <= result.budget_bytes
     assert result.num_until_settled <= MAX_UNTIL_SETTLED
     assert result.planned_bytes == pytest.approx(result.activation_bytes[-1], rel=0.01)
+    assert result.moved_bytes == result.planned_moved_bytes
 
 
 @pytest.mark.gpu

@@ -80,6 +80,8 @@ class Budgeted:
     stages: list[Stage] = field(default_factory=list)
     moved_bytes: int = 0
     """Of the last iteration."""
+    planned_moved_bytes: int = 0
+    """The same by its plan."""
     planned_bytes: int = 0
     """The activations that the last iteration's plan predicts."""
     planned_ms: float = 0.0
@@ -161,6 +163,7 @@ def _train(rank: int, run: Run) -> Budgeted:
         manager.finish_report()
         report = manager.report
         result.moved_bytes, result.reported_bytes = report.d2h_bytes, report.budget_bytes
+        result.planned_moved_bytes = manager.plan.moved_nbytes if manager.plan else 0
         result.layers = report.layers
         result.planned_ms, result.followed_ms = report.planned_ms, report.measured_ms
         return result

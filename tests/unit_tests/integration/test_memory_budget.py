@@ -114,6 +114,7 @@ def _check_report(result: Budgeted) -> None:
     assert {layer.reason for layer in result.layers} == {"the least time that fits"}
     moved = 2 * sum(layer.moved_bytes for layer in result.layers)
     assert moved == pytest.approx(result.moved_bytes, abs=2 * len(final))
+    assert result.moved_bytes == result.planned_moved_bytes
     kept = {layer.kind for layer in result.layers if layer.setting == describe_setting(NOTHING)}
     for layer in result.layers:
         is_whole = layer.setting == describe_setting(WHOLE)
