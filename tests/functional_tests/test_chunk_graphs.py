@@ -144,7 +144,8 @@ def check(
 
 @pytest.mark.parametrize("case", ONE_RANK.values(), ids=ONE_RANK)
 def test_one_rank(case: ModelCase) -> None:
-    check(1, case, (1, 2, 1))
+    num_layers = case.num_layers if case.kind == "hybrid" else 2
+    check(1, dataclasses.replace(case, num_layers=num_layers), (1, 2, 1))
 
 
 OFFLOADED = (
@@ -210,11 +211,12 @@ def test_a_chunk_is_replayed_once_until_its_graphs_are_closed() -> None:
 
 
 def test_two_data_parallel_ranks() -> None:
-    check(2, ModelCase("dense", overrides=DROPOUT), (1, 2, 1), {"overlap_grad_reduce": True})
+    case = ModelCase("dense", num_layers=2, overrides=DROPOUT)
+    check(2, case, (1, 2, 1), {"overlap_grad_reduce": True})
 
 
 def test_tensor_parallel_ranks() -> None:
-    check(2, ModelCase("dense", tp=2, overrides=DROPOUT), (1, 2))
+    check(2, ModelCase("dense", num_layers=2, tp=2, overrides=DROPOUT), (1, 2))
 
 
 @pytest.mark.parametrize("is_dropless", [False, True], ids=["drop and pad", "dropless"])
