@@ -26,7 +26,7 @@ from megatron.slipstream.plan.trace import StepKind
 MODULES = ("core_attn", "attn_proj", "mlp_norm")
 POLICY = ModelCase("dense")
 CRITIC = ModelCase("dense", hidden_size=48, num_layers=3, seq_length=24)
-STEPS = 4
+STEPS = 3
 
 Micro = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
