@@ -205,7 +205,7 @@ def _run(
     model = _wrap(model, wrapper, bf16)
     if backend and not attach_first:
         attached = attach_to(model, "layers.*", backend)
-    return train(model, one_backward_each, 3, seed=100 * rank), attached
+    return train(model, one_backward_each, 2, seed=100 * rank), attached
 
 
 def _check(rank: int, case: dict[str, Any], whole_bytes: int) -> str:
