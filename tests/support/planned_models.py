@@ -41,7 +41,7 @@ def main(folder: str, file: str) -> None:
     model = models.wrap(models.build("dense", models.MODULES["dense"], **options))
     (graphs,) = replay_chunks([model], 2)
     tensors = models.train(model, batches=models.packs)
-    assert graphs.num_replays == 4
+    assert graphs.num_replays == 2
     (chunk,) = (one.chunk for one in graphs.of_size.values())
     results["chunk graphs"] = tensors, repr(manager.plan).encode(), chunk.offloading.moved_bytes
     close_graphs()

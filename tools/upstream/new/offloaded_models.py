@@ -17,7 +17,7 @@ KINDS = ("dense", "moe", "hybrid")
 _DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 _MOE = (*_DENSE, "expert_fc1", "moe_act")
 MODULES = {"dense": _DENSE, "moe": _MOE, "hybrid": _MOE}
-SEQ_LENGTH, VOCAB_SIZE, NUM_MICRO_BATCHES, NUM_STEPS = 16, 64, 2, 4
+SEQ_LENGTH, VOCAB_SIZE, NUM_MICRO_BATCHES, NUM_STEPS = 16, 64, 2, 3
 
 
 def build(kind: str, offload_modules: Sequence[str] = (), **options: Any) -> Any:

@@ -11,7 +11,18 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.offload_engine.select import deselect, select
 from megatron.training.captured_models import captures_model
-from offloaded_models import MODULES, build, finish, packs, rows, same, train, wrap
+from offloaded_models import (
+    MODULES,
+    NUM_MICRO_BATCHES,
+    NUM_STEPS,
+    build,
+    finish,
+    packs,
+    rows,
+    same,
+    train,
+    wrap,
+)
 
 from megatron.slipstream.integration.graphs.chunks import (
     close_graphs,
@@ -23,11 +34,10 @@ from megatron.slipstream.options.fields import OffloadConfig
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="compares with a chunk that a replay runs again"
 )
-ON = {"cuda_graph_granularity": "chunk", "cuda_graph_warmup_steps": 2}
+ON = {"cuda_graph_granularity": "chunk", "cuda_graph_warmup_steps": 1}
 OFFLOADING = {"offload_backend": "cpu-lazy", "offload_native": "off"}
 STATIC = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
 """Experts whose shapes do not depend on the routing."""
-NUM_STEPS = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,15 +66,15 @@ def _nothing_is_left() -> Iterator[None]:
 )
 def test_graphs_of_chunks_change_no_bit(kind: str, batches: Any, offloads: bool) -> None:
     options = {} if kind == "dense" else STATIC
-    expected = train(wrap(build(kind, **options)), NUM_STEPS, batches=batches)
+    expected = train(wrap(build(kind, **options)), batches=batches)
     if offloads:
         select(OffloadConfig(**OFFLOADING))
         options = {**options, **OFFLOADING, "offload_engine": "slipstream"}
     model = wrap(build(kind, MODULES[kind] if offloads else (), **options, **ON))
     (graphs,) = replay_chunks([model], ON["cuda_graph_warmup_steps"])
-    found = train(model, NUM_STEPS, batches=batches)
+    found = train(model, batches=batches)
     assert same(expected, found)
-    assert graphs.num_replays == 2 * (NUM_STEPS - ON["cuda_graph_warmup_steps"])
+    assert graphs.num_replays == NUM_MICRO_BATCHES * (NUM_STEPS - ON["cuda_graph_warmup_steps"])
     chunks = [one.chunk for one in graphs.of_size.values()]
     assert all((chunk.offloading is not None) == offloads for chunk in chunks)
     assert not offloads or all(chunk.offloading.moved_bytes > 0 for chunk in chunks)
@@ -75,15 +85,15 @@ def test_the_training_loop_replays_chunks_if_the_field_says_so(granularity: str)
     seen = []
 
     @captures_model
-    def loop(forward_step: None, models: list[Any], num_steps: int) -> list[torch.Tensor]:
+    def loop(forward_step: None, models: list[Any]) -> list[torch.Tensor]:
         seen.append(graphs_of(models[0].module.decoder))
-        return train(models[0], num_steps)
+        return train(models[0])
 
     options = {**OFFLOADING, **ON, "offload_engine": "slipstream"}
     options["cuda_graph_granularity"] = granularity
     model = wrap(build("dense", MODULES["dense"], **options))
-    found = loop(None, [model], NUM_STEPS)
-    assert same(train(wrap(build("dense")), NUM_STEPS), found)
+    found = loop(None, [model])
+    assert same(train(wrap(build("dense"))), found)
     assert (seen[0] is not None) == (granularity == "chunk")
     assert graphs_of(model.module.decoder) is None
 

@@ -229,7 +229,7 @@ def _train_replayed(rank: int) -> tuple[list[Any], list[Any], dict[int, int]]:  
         found = train(models[0], batches=batches)
         return found, {size: one.num_replays for size, one in graphs.of_size.items()}
 
-    options = {"cuda_graph_granularity": "chunk", "cuda_graph_warmup_steps": 2}
+    options = {"cuda_graph_granularity": "chunk", "cuda_graph_warmup_steps": 1}
     model = wrap(build("dense", MODULES["dense"], **ON, **options))
     expected = train(wrap(build("dense")), batches=batches)
     found = loop(None, [model])
@@ -259,7 +259,7 @@ def _train_layers(rank: int) -> tuple[list[Any], set[int]]:  # since packed_laye
     @captures_model
     def loop(forward_step: None, models: list[Any]) -> list[Any]:
         def capture(step: int) -> None:
-            if step == 2:
+            if step == 1:
                 capture_layers(models[0])
 
         return train(models[0], before=capture, batches=batches)

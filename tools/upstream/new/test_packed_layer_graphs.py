@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 GRAPHS = {
     "cuda_graph_impl": "transformer_engine",
-    "cuda_graph_warmup_steps": 2,
+    "cuda_graph_warmup_steps": 1,
     "sequence_packing": "greedy",
 }
 OFFLOADING = {"offload_engine": "slipstream", "offload_backend": "cpu", "offload_native": "off"}
