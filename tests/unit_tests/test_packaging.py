@@ -7,6 +7,7 @@ Both are built from a copy of this repository without a network, by the installe
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -21,6 +22,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from forked import run_function
 
 from megatron.slipstream import __version__
 
@@ -154,7 +156,7 @@ def test_the_wheel_has_no_other_top_level_name_than_megatron(wheel: zipfile.ZipF
 def test_a_wheel_that_is_built_beside_torch_and_a_compiler_has_the_compiled_module(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = tmp_path / "c++"
+    compiler = tmp_path / "compiler"
     script = f'while [ "$1" != -o ]; do shift; done\ncp {sys.executable} "$2"\n'
     compiler.write_text(f"#!/bin/sh\n{script}")
     compiler.chmod(0o755)
@@ -167,12 +169,23 @@ def test_a_wheel_that_is_built_beside_torch_and_a_compiler_has_the_compiled_modu
     assert re.fullmatch(rf"{native}/[0-9a-f]{{16}}/slipstream_native[.].*[.]so", made)
     assert not [name for name in wheel.namelist() if name.endswith(".lock")]
     wheel.extractall(tmp_path / "site")
-    code = (
-        "from megatron.slipstream.fine_grained_activation_offload.native import build\n"
-        "print(build._find() is not None)"
+    found = run_function(
+        functools.partial(_import_native, tmp_path / "site"),
+        folder=tmp_path,
+        environment={"XDG_CACHE_HOME": str(tmp_path / "cache")},
     )
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert python("-c", code, site=tmp_path / "site", cwd=tmp_path).strip() == "True"
+    assert found.returncode == 0, found.stderr
+
+
+def _import_native(site: Path) -> int:
+    """In a forked process: import the installed wheel; a new one would import torch, too."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        del sys.modules[name]
+    sys.path.insert(0, str(site))
+    from megatron.slipstream.fine_grained_activation_offload.native import build
+
+    assert Path(build.__file__).is_relative_to(site)
+    return int(build._find() is None)
 
 
 def test_the_metadata_is_that_of_pyproject_and_the_version_that_of_the_package(
