@@ -44,14 +44,6 @@ PLANTED = (
 START = "megatron_slipstream.pth"
 """What Python runs when it starts."""
 
-_BUILD = """
-import sys
-if not sys.argv[3]:
-    sys.modules["torch"] = None
-from setuptools import build_meta
-getattr(build_meta, f"build_{sys.argv[1]}")(sys.argv[2])
-"""
-
 
 def build(source: Path, kind: str, compiler: str = "") -> Path:
     """Build a 'wheel' or an 'sdist' of the project in ``source``.
@@ -62,18 +54,32 @@ def build(source: Path, kind: str, compiler: str = "") -> Path:
     copy = shutil.copytree(source, source.with_name(f"{source.name} {kind} {compiler}"))
     out = source.with_name(f"{source.name} {kind} {compiler} built")
     out.mkdir()
-    result = subprocess.run(
-        [sys.executable, "-c", _BUILD, kind, str(out), compiler],
-        cwd=copy,
-        env=os.environ | {"CXX": compiler},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
+    result = run_function(
+        functools.partial(_build, kind, out, bool(compiler)),
+        folder=copy,
+        environment={"CXX": compiler},
+        timeout_s=60,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     (built,) = out.iterdir()
     return built
+
+
+def _build(kind: str, out: Path, has_torch: bool) -> int:
+    """In a forked process: a new one would import torch."""
+    _forget_megatron()
+    sys.path.insert(0, "")
+    if not has_torch:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    from setuptools import build_meta
+
+    getattr(build_meta, f"build_{kind}")(str(out))
+    return 0
+
+
+def _forget_megatron() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        del sys.modules[name]
 
 
 def files_in(folder: Path) -> set[str]:
@@ -178,9 +184,8 @@ def test_a_wheel_that_is_built_beside_torch_and_a_compiler_has_the_compiled_modu
 
 
 def _import_native(site: Path) -> int:
-    """In a forked process: import the installed wheel; a new one would import torch, too."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
-        del sys.modules[name]
+    """In a forked process: import the installed wheel."""
+    _forget_megatron()
     sys.path.insert(0, str(site))
     from megatron.slipstream.fine_grained_activation_offload.native import build
 
