@@ -310,7 +310,7 @@ def test_a_plan_does_not_replace_the_trace_that_it_is_made_of(
 
 def test_a_gpu_without_the_recipe_is_refused() -> None:
     configured: Any = SimpleNamespace(shape=SimpleNamespace(precision="bf16", fp8_recipe="mxfp8"))
-    options = argparse.Namespace(gpu="h100", tflops=None, gb_per_s=None)
+    options = argparse.Namespace(gpu="h100", tflops=None, gb_per_s=None, memory=None)
     with pytest.raises(ValueError, match=r"--gpu=h100 because .*; set --gpu to b200 or gb200"):
         speed_for(configured, options)
     options.gpu = "gb200"

@@ -70,14 +70,12 @@ def show_fits(configured: Configured, options: argparse.Namespace) -> int:
     finder = finder_for(configured, speed, options)
     with bar_on_stderr() as progress:
         fits = [finder.fit(way) for way in progress.track(WAYS, description="searching")]
-    sys.stdout.writelines(f"{line}\n" for line in _lines(fits, finder, speed, options))
+    sys.stdout.writelines(f"{line}\n" for line in _lines(fits, finder, options))
     return 0 if any(fit.size for fit in fits) else NOTHING_FITS
 
 
 def _memory_bytes(speed: Speed, options: argparse.Namespace) -> int:
-    memory = speed.memory_gib if options.memory is None else options.memory
-    if memory is None:
-        raise ValueError(f"the memory of {speed.name} is not known; set --memory")
+    memory = speed.memory_gib
     margin = memory * DEFAULT_MARGIN_SHARE if options.margin is None else options.margin
     check_gib("--memory", memory)
     check_gib("--host-memory", options.host_memory)
@@ -115,21 +113,19 @@ def finder_for(configured: Configured, speed: Speed, options: argparse.Namespace
     return Finder(configured, speed, Limits(memory, host), searched, step, state)
 
 
-def _lines(
-    fits: Sequence[Fit], finder: Finder, speed: Speed, options: argparse.Namespace
-) -> Iterator[str]:
+def _lines(fits: Sequence[Fit], finder: Finder, options: argparse.Namespace) -> Iterator[str]:
     unit = "sequences" if options.largest_micro_batch else "tokens"
     budget = fits[WAYS.index(BUDGET)]
     common = {fit.way: fit.size for fit in fits}[FULL] or budget.size
     if options.longest_sequence and "seq_length" in options.typed:
         common = options.seq_length
-    yield _sentence(fits, budget, unit, finder, speed)
+    yield _sentence(fits, budget, unit, finder)
     yield ""
     yield from _table(fits, common, unit, finder)
     if budget.found is not None:
         flags = " ".join(["--activation-memory-budget auto", *budget.found.tiles.flags])
         yield f"For the last row, train with {flags}"
-    yield _assumptions(finder, speed, options)
+    yield _assumptions(finder)
     if not options.details:
         yield "--details shows what each way does and what fills the device"
         return
@@ -137,9 +133,9 @@ def _lines(
         yield from ("", *_details(fit, unit))
 
 
-def _sentence(fits: Sequence[Fit], budget: Fit, unit: str, finder: Finder, speed: Speed) -> str:
-    par = finder.configured.shape.parallelism
-    gpus = f"one {speed.name} GPU" if par.num_gpus == 1 else f"{par.num_gpus} {speed.name} GPUs"
+def _sentence(fits: Sequence[Fit], budget: Fit, unit: str, finder: Finder) -> str:
+    name, count = finder.speed.name, finder.configured.shape.parallelism.num_gpus
+    gpus = f"one {name} GPU" if count == 1 else f"{count} {name} GPUs"
     start = f"{finder.configured.title} on {gpus}"
     if budget.found is None:
         beyond = "" if budget.beyond is None else (
@@ -174,17 +170,17 @@ def _times(found: Optional[Iteration]) -> list[str]:
     return [f"{found.step_ms / 1e3:.3g} s", f"{found.tokens_per_s:,.0f}"] if found else ["-", "-"]
 
 
-def _assumptions(finder: Finder, speed: Speed, options: argparse.Namespace) -> str:
+def _assumptions(finder: Finder) -> str:
     limits, count = finder.limits, finder.configured.num_micro_batches
     host = "not limited (--host-memory)"
     if limits.host_bytes is not None:
         host = format_bytes(limits.host_bytes)
-    memory = speed.memory_gib if options.memory is None else options.memory
+    device = f"{format_bytes(limits.device_bytes)} ({finder.speed.memory_gib:g} GiB"
     return (
-        f"Device memory {format_bytes(limits.device_bytes)} ({memory:g} GiB less a margin for "
-        f"context and fragmentation, --margin), host memory of a rank {host}. Steps of {count} "
-        f"micro-batch{'es' if count > 1 else ''}; tokens/s per GPU. Memory is what is allocated: "
-        "the built-in engine reserves more, so its size is an upper limit."
+        f"Device memory {device} less a margin for context and fragmentation, --margin), "
+        f"host memory of a rank {host}. Steps of {count} micro-batch{'es' if count > 1 else ''}; "
+        "tokens/s per GPU. Memory is what is allocated: the built-in engine reserves more, so its "
+        "size is an upper limit."
     )
 
 

@@ -168,7 +168,7 @@ def check_gib(flag: str, value: Optional[float]) -> None:
 
 
 def speed_for(configured: Configured, options: argparse.Namespace) -> Speed:
-    """Return the speed of the GPU that the options name; ``ValueError`` if it is not known."""
+    """Return the speed and memory of the GPU that the options name, or ``ValueError``."""
     if configured.shape.precision == "fp32" and options.tflops is None:
         raise ValueError(
             "precision=fp32 is not supported without --tflops because the table has only 16-bit "
@@ -182,7 +182,7 @@ def speed_for(configured: Configured, options: argparse.Namespace) -> Speed:
             f"fp8_recipe={recipe} is not supported with --gpu={speed.name} because Transformer "
             f"Engine has no such products there; set --gpu to {' or '.join(able)}"
         )
-    return speed
+    return speed if options.memory is None else replace(speed, memory_gib=options.memory)
 
 
 def check_sizes(work: Workplan, ranks: Sequence[int], options: argparse.Namespace) -> None:

@@ -48,7 +48,7 @@ class Speed:
     hbm_gb_per_s: float
     """Rate that memory-bound operations reach."""
     bandwidth: Bandwidth
-    memory_gib: Optional[float] = None
+    memory_gib: float
     """Device memory as the driver shows it, rounded."""
     is_link_measured: bool = False
     """Whether ``bandwidth`` was measured on that GPU or given by the user."""
@@ -71,40 +71,30 @@ def _scaled(factor: float) -> Bandwidth:
     return Bandwidth(*(round(rate * factor, 2) for rate in _H200))
 
 
-def _gpu(
-    name: str,
-    tflops: float,
-    hbm_gb_per_s: float,
-    memory_gib: float,
-    link_gb_per_s: float,
-    fp8_recipes: tuple[str, ...] = HOPPER_RECIPES,
-    share: float = ACHIEVED_SHARE,
-    is_link_measured: bool = False,
-) -> Speed:
-    """Return the speed by datasheet values: dense products in bfloat16, the link each way."""
-    return Speed(
+_TABLE: tuple[tuple[str, float, float, float, float, tuple[str, ...]], ...] = (
+    ("a100", 312, 2039, 80, 32, ()),
+    ("b200", 2250, 8000, 179, 64, BLACKWELL_RECIPES),
+    # NVLink-C2C, of which two GPUs share the 450 GB/s each way of a processor.
+    ("gb200", 2500, 8000, 185, 225, BLACKWELL_RECIPES),
+    ("h100", 989, 3350, 80, 64, HOPPER_RECIPES),
+    ("h20", 148, 4000, 96, 64, HOPPER_RECIPES),
+    ("h200", 989, 4800, 140, 64, HOPPER_RECIPES),
+    ("l40s", 362, 864, 45, 32, HOPPER_RECIPES[:2]),
+)
+"""Datasheet values: name, TFLOP/s of dense products in bfloat16, GB/s of device memory, its GiB,
+GB/s of the link each way, recipes of products in fp8."""
+
+GPUS: Mapping[str, Speed] = {
+    name: Speed(
         name,
-        tflops * share,
+        tflops * {"h100": H100_SHARE}.get(name, ACHIEVED_SHARE),
         hbm_gb_per_s * HBM_SHARE,
         _scaled(link_gb_per_s / 64),
         memory_gib,
-        is_link_measured,
+        name == "h200",
         fp8_recipes,
     )
-
-
-GPUS: Mapping[str, Speed] = {
-    speed.name: speed
-    for speed in (
-        _gpu("a100", 312, 2039, 80, 32, ()),
-        _gpu("b200", 2250, 8000, 179, 64, BLACKWELL_RECIPES),
-        # NVLink-C2C, of which two GPUs share the 450 GB/s each way of a processor.
-        _gpu("gb200", 2500, 8000, 185, 225, BLACKWELL_RECIPES),
-        _gpu("h100", 989, 3350, 80, 64, share=H100_SHARE),
-        _gpu("h20", 148, 4000, 96, 64),
-        _gpu("h200", 989, 4800, 140, 64, is_link_measured=True),
-        _gpu("l40s", 362, 864, 45, 32, HOPPER_RECIPES[:2]),
-    )
+    for name, tflops, hbm_gb_per_s, memory_gib, link_gb_per_s, fp8_recipes in _TABLE
 }
 """SXM boards (the L40S is a PCIe card) on PCIe 4 or 5 with 16 lanes, except for the GB200, by
 command-line name."""

@@ -98,11 +98,10 @@ def describe(configured: Configured, speed: Speed) -> Iterator[str]:
     yield f"{configured.title} on {gpus}: {', '.join(parts)}"
     link = speed.bandwidth
     origin = "" if speed.is_link_measured else ", assumed"
-    memory = f", {speed.memory_gib:g} GiB" if speed.memory_gib else ""
     yield (
-        f"{speed.name}{memory}: {speed.tflops:.0f} TFLOP/s, copies {link.d2h_gb_per_s:.1f} GB/s "
-        f"out, {link.h2d_gb_per_s:.1f} back ({link.d2h_both_gb_per_s:.1f} and "
-        f"{link.h2d_both_gb_per_s:.1f} at once{origin})"
+        f"{speed.name}, {speed.memory_gib:g} GiB: {speed.tflops:.0f} TFLOP/s, "
+        f"copies {link.d2h_gb_per_s:.1f} GB/s out, {link.h2d_gb_per_s:.1f} back "
+        f"({link.d2h_both_gb_per_s:.1f} and {link.h2d_both_gb_per_s:.1f} at once{origin})"
     )
     yield from (f"Note: {note}" for note in configured.notes)
     marked = {name for layer in range(shape.num_layers) for name in marked_modules(shape, layer)}
@@ -206,7 +205,7 @@ def _layer_table(configured: Configured, speed: Speed, layer: int) -> Iterator[s
 
 
 def rank_table(
-    ranks: Sequence[RankPlan], memory_gib: Optional[float], num_ranks_of_host: int
+    ranks: Sequence[RankPlan], memory_gib: float, num_ranks_of_host: int
 ) -> Iterator[str]:
     """Tabulate the memory of each pipeline rank, without and with a plan."""
     rows = [
@@ -234,8 +233,8 @@ def rank_table(
             f"{format_bytes(host_bytes * num_ranks_of_host)} per node of {num_ranks_of_host}"
             f" rank{'s' if num_ranks_of_host > 1 else ''}"
         )
-    limit = (memory_gib or float("inf")) * 2**30
-    over = [str(rank.pp_rank) for rank in ranks if rank.peaks and rank.peaks[1] > limit]
+    limit_bytes = memory_gib * 2**30
+    over = [str(rank.pp_rank) for rank in ranks if rank.peaks and rank.peaks[1] > limit_bytes]
     if over:
         yield (
             f"Even with the plan, rank {', '.join(over)} needs more than the GPU's "
