@@ -170,21 +170,15 @@ class _Config(NamedTuple):
 
 
 def _notes(config: Mapping[str, Any]) -> list[str]:
-    notes = []
     is_qwen = config["model_type"].startswith("qwen")  # A window is off there by default.
-    if config.get("sliding_window") and config.get("use_sliding_window", not is_qwen):
-        notes.append(
-            f"sliding_window={config['sliding_window']} is ignored: attention is planned over the "
-            "whole sequence, so the predicted compute time, and the copies that hide behind it, "
-            "are too high"
-        )
-    if config.get("num_nextn_predict_layers"):
-        notes.append(
-            f"num_nextn_predict_layers={config['num_nextn_predict_layers']}: the layers for "
-            "multi-token prediction are left out"
-        )
-    if config.get("quantization_config"):
-        notes.append(
-            "quantization_config is ignored: sizes and times are those of training in --precision"
-        )
-    return notes
+    window, nextn = config.get("sliding_window"), config.get("num_nextn_predict_layers")
+    notes = (
+        (window and config.get("use_sliding_window", not is_qwen),
+         f"sliding_window={window} is ignored: attention is planned over the whole sequence, so "
+         "the predicted compute time, and the copies that hide behind it, are too high"),
+        (nextn, f"num_nextn_predict_layers={nextn}: the layers for multi-token prediction are "
+         "left out"),
+        (config.get("quantization_config"),
+         "quantization_config is ignored: sizes and times are those of training in --precision"),
+    )  # fmt: skip
+    return [text for applies, text in notes if applies]

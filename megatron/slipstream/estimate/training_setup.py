@@ -136,9 +136,9 @@ def _experts(options: Any) -> tuple[Optional[Experts], tuple[LayerKind, ...]]:
     return experts, tuple("*E" if has_experts else "*-" for has_experts in frequency)
 
 
-def parallelism_of_options(options: Any) -> Parallelism:
-    """Return how megatron's options divide a model among ranks."""
-    found: Parallelism = part_of(Parallelism, options)
+def parallelism_of_options(options: Any, **more: Any) -> Parallelism:
+    """Return how megatron's options divide a model among ranks; ``more`` overrides them."""
+    found: Parallelism = part_of(Parallelism, options, **more)
     if getattr(options, "expert_tensor_parallel_size", 1):
         return found
     return replace(found, etp=found.tp)

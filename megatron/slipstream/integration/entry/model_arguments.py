@@ -26,6 +26,7 @@ from megatron.slipstream.estimate.model_shapes import (
 from megatron.slipstream.estimate.training_setup import (
     Configured,
     default_micro_batches,
+    parallelism_of_options,
     pattern_fields,
     shape_of_options,
     usable_modules,
@@ -205,32 +206,34 @@ PLAN_RULES: tuple[rules.Rule, ...] = (
 def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Configured:
     shape = _shape(args, config)
     in_iteration = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    limit = num_micro_batches or default_micro_batches(shape.parallelism)
-    notes = []
-    if in_iteration > limit and num_micro_batches is None:
-        notes.append(
-            f"{limit} of {in_iteration} micro-batches are planned, since the rest repeats them "
-            "(--num-micro-batches plans others)"
-        )
-    modules: tuple[str, ...] = ()
-    if config.fine_grained_activation_offloading:
-        modules, unlike = _planned_modules(args.offload_modules or ())
-        notes += unlike
+    count = num_micro_batches
+    if count is None:
+        count = min(in_iteration, default_micro_batches(shape.parallelism))
+    moved = (args.offload_modules or ()) if config.fine_grained_activation_offloading else ()
+    latent = [name for name in moved if name in OF_LATENT_ATTENTION]
+    outside = [name for name in moved if name in OUTSIDE_LAYERS]
+    planned = ("qkv_linear" if name in latent else name for name in moved if name not in outside)
+    modules = tuple(dict.fromkeys(planned))
     if modules and args.offload_checkpoint_inputs:
         modules = (CHECKPOINT_INPUTS, *modules)
-    if not modules:
-        notes.append("the flags offload nothing; planned as if all modules might move")
-    if shape.fp8_recipe:
-        notes.append(
-            "sizes and times under fp8 are derived, not measured: products of linear layers take "
-            f"1 / {FP8_RATE:g} of those in 16 bits, and their inputs are quantized"
-        )
-    if args.position_embedding_type == "learned_absolute":
-        notes.append("state leaves out the position embeddings, of max_position_embeddings rows")
-    if args.attention_backend.name == "auto" and args.transformer_impl != "local":
-        notes.append(f"attention_backend=auto is taken to be {shape.attention_backend}")
-    if shape.deterministic_mode and shape.attention_backend == "fused":
-        notes.append("deterministic attention is planned as on Hopper, with cuDNN before 9.25")
+    is_auto = args.attention_backend.name == "auto" and args.transformer_impl != "local"
+    is_deterministic = shape.deterministic_mode and shape.attention_backend == "fused"
+    notes = (
+        (in_iteration > count and num_micro_batches is None,
+         f"{count} of {in_iteration} micro-batches are planned, since the rest repeats them "
+         "(--num-micro-batches plans others)"),
+        (latent, f"planned as qkv_linear, which contains them: {', '.join(latent)}"),
+        (outside, f"planned as if they stayed: {', '.join(outside)}"),
+        (not modules, "the flags offload nothing; planned as if all modules might move"),
+        (shape.fp8_recipe,
+         "sizes and times under fp8 are derived, not measured: products of linear layers take "
+         f"1 / {FP8_RATE:g} of those in 16 bits, and their inputs are quantized"),
+        (args.position_embedding_type == "learned_absolute",
+         "state leaves out the position embeddings, of max_position_embeddings rows"),
+        (is_auto, f"attention_backend=auto is taken to be {shape.attention_backend}"),
+        (is_deterministic,
+         "deterministic attention is planned as on Hopper, with cuDNN before 9.25"),
+    )  # fmt: skip
     own = OffloadConfig.of(args)
     model = SimpleNamespace(**{**defaults_of_later_options(), **vars(config)})
     options = PassPolicy.of(model).applied_to(own.policy_options())
@@ -238,25 +241,12 @@ def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Con
         "megatron's flags",
         shape,
         modules or usable_modules(shape),
-        num_micro_batches if num_micro_batches is not None else min(in_iteration, limit),
+        count,
         config.min_offloaded_tensor_size,
         # Host memory is that of another machine, so a limit applies only if it is given.
         replace(options, host_memory_limit_bytes=own.offload_host_memory_limit_bytes),
-        tuple(notes),
+        tuple(text for applies, text in notes if applies),
     )
-
-
-def _planned_modules(names: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Return the modules to plan for those that move, and a note where they differ."""
-    notes = []
-    latent = [name for name in names if name in OF_LATENT_ATTENTION]
-    if latent:
-        notes.append(f"planned as qkv_linear, which contains them: {', '.join(latent)}")
-    outside = [name for name in names if name in OUTSIDE_LAYERS]
-    if outside:
-        notes.append(f"planned as if they stayed: {', '.join(outside)}")
-    planned = ("qkv_linear" if name in latent else name for name in names if name not in outside)
-    return tuple(dict.fromkeys(planned)), notes
 
 
 def _shape(args: Any, config: Any) -> ModelShape:
@@ -267,9 +257,16 @@ def _shape(args: Any, config: Any) -> ModelShape:
     if vocab_size is None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         vocab_size = -(-args.vocab_size // multiple) * multiple
-    shape = shape_of_config(
+    parallelism = parallelism_of_options(
+        config,
+        dp=args.data_parallel_size,
+        shards_optimizer=bool(args.use_distributed_optimizer),
+        cp_comm_type=cp_comm_type,
+    )
+    return shape_of_config(
         config,
         args.hybrid_layer_pattern,
+        parallelism=parallelism,
         vocab_size=vocab_size,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
@@ -281,13 +278,6 @@ def _shape(args: Any, config: Any) -> ModelShape:
         mlp_sequence_tiles=args.mlp_sequence_tiles == "auto",
         loss_sequence_tiles=args.loss_sequence_tiles == "auto",
     )
-    parallelism = replace(
-        shape.parallelism,
-        dp=args.data_parallel_size,
-        shards_optimizer=bool(args.use_distributed_optimizer),
-        cp_comm_type=cp_comm_type or "p2p",
-    )
-    return replace(shape, parallelism=parallelism)
 
 
 def _optimizer(args: Any) -> Optimizer:
