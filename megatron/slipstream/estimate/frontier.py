@@ -58,19 +58,15 @@ class _Series(NamedTuple):
 
 
 _SERIES: dict[Sweep, _Series] = {
-    "activation_offload_fraction": _Series(
-        "--fraction", False, "a fraction of the groups", "o", "#bbbbbb"
-    ),
-    "target_memory_bytes": _Series(
-        "--target-memory", True, "a target for the device peak", "D", _BLUE
-    ),
-    "max_overhead_percent": _Series(
-        "--max-overhead", False, "a limit of the overhead", "s", _GREEN
-    ),
-    "activation_memory_budget": _Series(
-        "--activation-memory-budget", True, "a memory budget", "D", _BLUE
-    ),
-}
+    "activation_offload_fraction":
+        _Series("--fraction", False, "a fraction of the groups", "o", "#bbbbbb"),
+    "target_memory_bytes":
+        _Series("--target-memory", True, "a target for the device peak", "D", _BLUE),
+    "max_overhead_percent":
+        _Series("--max-overhead", False, "a limit of the overhead", "s", _GREEN),
+    "activation_memory_budget":
+        _Series("--activation-memory-budget", True, "a memory budget", "D", _BLUE),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,12 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.estimate.gpus import Products, Speed
-from megatron.slipstream.estimate.model_shapes import LayerKind, ModelShape, has_feed_forward
+from megatron.slipstream.estimate.model_shapes import (
+    LatentAttention,
+    LayerKind,
+    ModelShape,
+    has_feed_forward,
+)
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 from megatron.slipstream.plan.trace import OUTPUT_LAYER
 
@@ -349,12 +354,12 @@ class _Layer:
         heads_bytes = _bytes_of(query, key, value)
         share = 1.0
         if latent:
-            up, down = self._latent_weights()
+            up, down = self._latent_weights(latent)
             # Ranks of a tensor-parallel group have all down-projections, each for its own tokens.
             up_flops, down_flops = 2.0 * tokens * up, 2.0 * shape.region_tokens * down
             share = up_flops / (up_flops + down_flops)
             project = self._linear(up + down, self.hidden, up_flops + down_flops)
-            projections = self._latent_projections()
+            projections = self._latent_projections(latent)
         else:
             weights = hidden * (heads + 2 * groups) * shape.head_dim
             project, projections = self._linear(weights, self.hidden), self._qk_norms()
@@ -603,9 +608,8 @@ class _Layer:
     def _moved(self, times: int) -> Cost:
         return Cost(0.0, float(times) * self.hidden * self._shape.element_bytes)
 
-    def _latent_weights(self) -> tuple[int, int]:
-        shape, latent, hidden = self._shape, self._shape.latent_attention, self._shape.hidden_size
-        assert latent is not None
+    def _latent_weights(self, latent: LatentAttention) -> tuple[int, int]:
+        shape, hidden = self._shape, self._shape.hidden_size
         key_width = latent.qk_head_dim + latent.qk_pos_emb_head_dim
         up = (latent.q_lora_rank or hidden) * shape.heads * key_width
         up += latent.kv_lora_rank * shape.heads * (latent.qk_head_dim + latent.v_head_dim)
@@ -651,9 +655,8 @@ class _Layer:
             *self._norm("key_before_norm", shape.tokens * shape.groups, shape.head_dim),
         )
 
-    def _latent_projections(self) -> Tensors:
-        shape, latent = self._shape, self._shape.latent_attention
-        assert latent is not None
+    def _latent_projections(self, latent: LatentAttention) -> Tensors:
+        shape = self._shape
         # Keys and values are a view of the projection's output, which also holds the keys'
         # positional part.
         rank, position = latent.kv_lora_rank, latent.qk_pos_emb_head_dim
