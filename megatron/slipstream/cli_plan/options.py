@@ -55,11 +55,11 @@ class Given(NamedTuple):
     help: str
     metavar: Optional[str] = None
     dest: Optional[str] = None
-    """Name in the namespace, if it is not that of the first flag."""
+    """Name in the namespace, if it is not that of the last spelling."""
 
     @property
     def name(self) -> str:
-        return self.dest or self.flags.split()[0].removeprefix("--").replace("-", "_")
+        return self.dest or self.flags.split()[-1].removeprefix("--").replace("-", "_")
 
     def add_to(self, group: argparse._ActionsContainer, **more: Any) -> None:
         options: dict[str, Any] = {"type": self.kind, "metavar": self.metavar or "N"}
@@ -96,21 +96,21 @@ TRAINING = {
               "'local': megatron-core's plain modules without it (default: fused)"),
         Given("--cross-entropy-fusion-impl", ("native", "te"),
               "fused cross entropy (default: not fused)", dest="cross_entropy"),
-        Given("--tensor-model-parallel-size --tp", int, "tensor parallelism", dest="tp"),
+        Given("--tensor-model-parallel-size --tp", int, "tensor parallelism"),
         Given("--sequence-parallel", "flag", "divide norms and residuals"),
-        Given("--context-parallel-size --cp", int, "context parallelism", dest="cp"),
-        Given("--pipeline-model-parallel-size --pp", int, "pipeline ranks", dest="pp"),
+        Given("--context-parallel-size --cp", int, "context parallelism"),
+        Given("--pipeline-model-parallel-size --pp", int, "pipeline ranks"),
         Given("--virtual-pipeline-model-parallel-size --vpp", int,
-              "model chunks per rank, interleaved", dest="vpp"),
+              "model chunks per rank, interleaved"),
         Given("--decoder-first-pipeline-num-layers", int, "layers of the first pipeline rank",
               dest="first"),
         Given("--decoder-last-pipeline-num-layers", int, "layers of the last pipeline rank",
               dest="last"),
-        Given("--expert-model-parallel-size --ep", int, "expert parallelism", dest="ep"),
+        Given("--expert-model-parallel-size --ep", int, "expert parallelism"),
         Given("--expert-tensor-parallel-size --etp", int,
-              "tensor parallelism of experts (default: 1)", dest="etp"),
+              "tensor parallelism of experts (default: 1)"),
         Given("--data-parallel-size --dp", int, "replicas of the model, which share the "
-              "optimizer's state with the context-parallel ranks (default: the fewest)", dest="dp"),
+              "optimizer's state with the context-parallel ranks (default: the fewest)"),
         Given("--recompute-granularity", ("selective", "full"),
               "modules, or whole layers, are recomputed"),
         Given("--recompute-modules", "names", "modules that are recomputed"),

@@ -413,7 +413,16 @@ def _problems(shape: ModelShape) -> Iterator[str]:
             f"num_query_groups={shape.query_groups} and tensor_model_parallel_size={par.tp} "
             "must divide one another; change one of them"
         )
-    yield from _wrong_layers(shape)
+    # A hybrid_layer_pattern gives num_layers, too.
+    kinds, given = shape.layer_kinds, "moe_layer_freq"
+    if kinds and len(kinds) != shape.num_layers:
+        yield (
+            f"{given} has {len(kinds)} entries, but num_layers={shape.num_layers}; give one entry "
+            "per layer"
+        )
+    if shape.experts is None and any("E" in kind for kind in kinds):
+        given = given if {*kinds} <= {"*E", "*-"} else "hybrid_layer_pattern"
+        yield f"{given} names layers with experts, but num_experts is not set; set it"
     for is_wrong, what, other, why, cure in _conflicts(shape):
         if is_wrong:
             yield f"{what} is not supported with {other} because {why}; {cure}"
@@ -477,19 +486,6 @@ def _conflicts(shape: ModelShape) -> list[tuple[bool, str, str, str, str]]:
         (experts.topk > eligible, topk, chosen,
          f"these groups have {eligible} experts ({count} in {groups})", "change one of them"),
     ]  # fmt: skip
-
-
-def _wrong_layers(shape: ModelShape) -> Iterator[str]:
-    if shape.layer_kinds and len(shape.layer_kinds) != shape.num_layers:
-        # A hybrid_layer_pattern gives num_layers, too.
-        yield (
-            f"moe_layer_freq has {len(shape.layer_kinds)} entries, but "
-            f"num_layers={shape.num_layers}; give one entry per layer"
-        )
-    has_pattern = not {*shape.layer_kinds} <= {"*E", "*-"}
-    given = "hybrid_layer_pattern" if has_pattern else "moe_layer_freq"
-    if shape.experts is None and any("E" in kind for kind in shape.layer_kinds):
-        yield f"{given} names layers with experts, but num_experts is not set; set it"
 
 
 def _cure(name: str, value: int, by: str, divisor: int) -> str:
