@@ -30,7 +30,7 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.plan.check import PlanFacts, check_plan
+from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.pace import pace
 from megatron.slipstream.plan.peak import PeakDrop, peak_drop
 from megatron.slipstream.plan.render import format_bytes, render_plan, summarize, why_groups_stay
@@ -53,8 +53,6 @@ class Planner:
         """The plans made so far."""
         self.options = options
         """The options of the current plans."""
-        self.facts: Optional[PlanFacts] = None
-        """The proven facts of the newest plan."""
         self.resident_gradient_bytes: Optional[int] = None
         """Bytes of gradients at the start of the second iteration. None before then: the current
         gradients are assumed to persist."""
@@ -75,7 +73,7 @@ class Planner:
         if not trace.step_ms and self._store.backend.takes_time:
             plan = replace(plan, notes=())  # The plan from times may honor these options.
         self._tell(plan)
-        self.facts = check_plan(plan)
+        check_plan(plan)
         entry = self.plans.put(plan)
         if trace.step_ms and trace.bandwidth is not None:
             entry.planned_ms = simulate(plan).total_ms
