@@ -24,10 +24,9 @@ class CountedModules:
         self,
         modules: Optional[defaultdict[str, ModuleCounters]] = None,
         late_groups: Optional[dict[GroupKey, int]] = None,
-        in_cpp: Optional[Any] = None,
     ) -> None:
         self._modules = defaultdict(ModuleCounters) if modules is None else modules
-        self.in_cpp = in_cpp
+        self.in_cpp: Optional[Any] = None
         self.late_groups = late_groups or {}
 
     def by_name(self) -> dict[str, ModuleCounters]:

@@ -31,14 +31,12 @@ FindEngine = Callable[[], model_router.RoutedManager]
 
 
 class LayerCopies:
-    """Notifies the engine of the captures and replays of one layer, which its methods are given.
+    """Notifies the engine of the captures and replays of one layer, which its methods are given."""
 
-    ``find_engine`` returns the engine of the layer's model; None for that of the process.
-    """
-
-    def __init__(self, vp_stage: int, find_engine: Optional[FindEngine] = None) -> None:
+    def __init__(self, vp_stage: int) -> None:
         self.vp_stage = vp_stage
-        self.find_engine = find_engine
+        self.find_engine: Optional[FindEngine] = None
+        """Returns the engine of the layer's model; None for that of the process."""
         self.event: Optional[torch.cuda.Event] = None
         """Recorded in each graph of the layer once only copies remain."""
 
