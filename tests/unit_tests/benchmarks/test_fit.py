@@ -4,16 +4,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import run_module
+from forked import run_function, run_module
 
 from benchmarks import fit
 from benchmarks.fit import NotMeasured, find_longest
@@ -72,8 +74,32 @@ def test_nothing_is_called_the_longest_where_a_point_failed_otherwise() -> None:
         find_longest(lambda _: {"error": "no such option", "dies": False}, {}, 8)
 
 
+def measured_by_its_process(
+    setup: Setup, points: Sequence[dict[str, Any]], patch: pytest.MonkeyPatch
+) -> list[dict[str, Any]]:
+    """The fields of each point. The process is forked: a new one would import torch."""
+    started: list[tuple[list[str], dict[str, str]]] = []
+    patch.setattr(subprocess, "Popen", lambda command, env, **_: started.append((command, env)))
+    Worker(setup, kill_seconds=100)._start()
+    patch.undo()
+    (((python, option, module, *arguments), environment),) = started
+    assert (python, option) == (sys.executable, "-m")
+
+    def work() -> int:
+        sys.stdin = io.StringIO("".join(f"{json.dumps(point)}\n" for point in points))
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return 0
+
+    done = run_function(work, folder=ROOT, environment=environment)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its device is imitated by a CPU")
-def test_points_are_measured_until_one_dies_and_not_again(tmp_path: Path) -> None:
+def test_points_are_measured_until_one_dies_and_not_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = tmp_path / "rows.jsonl"
     arguments = ("--tiny", "--ways", "slipstream,budgets", "--output", str(rows))
     refused = run_module("benchmarks.fit", *arguments, folder=ROOT)
@@ -84,9 +110,9 @@ def test_points_are_measured_until_one_dies_and_not_again(tmp_path: Path) -> Non
         fit.find_case("smoke"),
         "slipstream",
     )
-    worker = Worker(setup, kill_seconds=100)
-    point = {"iterations": 2, "warmups": 1, "max_planning": 20, "seconds": 100}
-    good, bad = (worker.measure({"tokens": tokens, **point}) for tokens in (16, 64))
+    options = {"iterations": 2, "warmups": 1, "max_planning": 20, "seconds": 100}
+    points = [{"tokens": tokens, **options} for tokens in (16, 64, 16)]
+    good, bad = measured_by_its_process(setup, points, monkeypatch)
     assert good["is_settled"]
     assert good["moved_bytes"] > 0
     assert good["num_iterations"] == 2
@@ -104,7 +130,6 @@ def test_points_are_measured_until_one_dies_and_not_again(tmp_path: Path) -> Non
     assert "ms, not settled |" in fit.table([{**written[0], "is_settled": False}]).replace(
         f"{good['step_ms']:,.1f}", "ms"
     )
-    worker.close()
 
 
 @pytest.mark.parametrize(
