@@ -11,14 +11,13 @@ import html
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doc_pages import PAGES, ROOT
+from forked import Done, run_module
 
 pytest.importorskip("sphinx")
 pytest.importorskip("furo")
@@ -66,9 +65,7 @@ Say 'so' -- twice.
 NAVIGATION = 'NAVIGATION = {"Pages": ["docs/first", "docs/*", "docs/folder/*"]}\n'
 
 
-def build(
-    folder: Path, changes: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def build(folder: Path, changes: Mapping[str, str] | None = None) -> Done:
     """Build a small site with our settings; ``changes`` are other files, or other texts of them."""
     settings = (ROOT / "docs" / "conf.py").read_text(encoding="utf-8")
     files = {
@@ -91,14 +88,7 @@ def build(
     shutil.copy(ROOT / "docs/user-guide/images/peak.png", folder / "docs/picture.png")
     for name in ("_static", "_templates"):
         shutil.copytree(ROOT / "docs" / name, folder / "docs" / name, dirs_exist_ok=True)
-    options = _options_of_run_docs()
-    return subprocess.run(
-        [sys.executable, "-m", "sphinx", *options, ".", "site"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_module("sphinx", *_options_of_run_docs(), ".", "site", folder=folder)
 
 
 def _options_of_run_docs() -> list[str]:
