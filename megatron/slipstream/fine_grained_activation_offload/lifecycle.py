@@ -145,13 +145,13 @@ class Lifecycle:
         """Switch to these options, dropping all plans. Return whether they differ from before."""
         if options == self.planner.options:
             return False
-        self.planner.options = options
-        self._report.tried = []
-        self.drop_plans()
+        self._start_over(options)
         return True
 
-    def drop_plans(self, but_of: Container[Assignment] = ()) -> None:
+    def _start_over(self, options: PolicyOptions, but_of: Container[Assignment] = ()) -> None:
         """Drop all plans but those of some assignments; the next iteration is recorded."""
+        self.planner.options = options
+        self._report.tried = []
         self.plans.clear(but_of)
         self.last = self.next = None
 
@@ -166,12 +166,13 @@ class Lifecycle:
             target_memory_bytes: The limit; None to move all that may.
             but_of: Assignments whose plans are kept, if they are within the limit.
         """
+        within = {
+            plan.trace.assignment
+            for plan in self.plans.plans()
+            if plan.trace.assignment in but_of and _is_within(plan, target_memory_bytes)
+        }
         options = replace(self.planner.options, target_memory_bytes=target_memory_bytes)
-        plans = [plan for plan in self.plans.plans() if plan.trace.assignment in but_of]
-        within = {plan.trace.assignment for plan in plans if _is_within(plan, target_memory_bytes)}
-        self.drop_plans(within)
-        self.planner.options = options
-        self._report.tried = []
+        self._start_over(options, but_of=within)
 
     def lower_target(self, target_memory_bytes: int) -> None:
         """Lower the target, and plan again from the traces. Call between iterations."""
