@@ -84,12 +84,10 @@ def movable_modules(facts: Facts) -> list[str]:
         absent.add("fused_group_mlp")
     if not facts.num_experts:
         absent |= MOE_MODULE_NAMES
-    rules = (*OWN_MODULE_RULES, *TILE_RULES)
-    moving = Facts(vars(facts), fine_grained_activation_offloading=True)
-    return [
-        name
-        for name in MODULE_NAMES
-        if name not in absent
-        and "offload_modules"
-        not in {finding.rule for finding in check_rules(rules, moving, offload_modules=[name])}
-    ]
+    moving = Facts.of(facts, fine_grained_activation_offloading=True)
+
+    def is_refused(name: str) -> bool:
+        found = check_rules((*OWN_MODULE_RULES, *TILE_RULES), moving, offload_modules=[name])
+        return any(finding.rule == "offload_modules" for finding in found)
+
+    return [name for name in MODULE_NAMES if name not in absent and not is_refused(name)]
