@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Optional
 
 import torch
 
@@ -34,3 +35,16 @@ class offload_group:
         """Mark the end of the group on one of its outputs. Return the output unchanged."""
         marked: torch.Tensor = self._manager.end_on(tensor, self._name)
         return marked
+
+
+def run_in_group(
+    manager: Optional[Any], name: str, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
+    """Run operations on ``x`` in a group that starts there; without a manager, in none."""
+    if manager is None:
+        return run(x)
+    manager.start_on(x, name)
+    with manager:
+        y = run(x)
+    ended: torch.Tensor = manager.end_on(y, name)
+    return ended

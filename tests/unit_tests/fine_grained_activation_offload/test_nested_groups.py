@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Optional
+from functools import partial
+from typing import Optional
 
 import pytest
 import torch
 from hand_driven import LAZY_NATIVE
-from toy_model import Chunk, all_equal, make_manager, run_schedule
+from marked_group import run_in_group
+from toy_model import Chunk, Layer, all_equal, make_manager, run_schedule
 
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
 
@@ -32,29 +32,19 @@ class NestedChunk(Chunk):
         self.held = []
         if manager is not None:
             manager.init_model_chunk_offload_handler(0, None, self.vp_stage, 1)
+
+        def inner(hidden: torch.Tensor) -> torch.Tensor:
+            self.held.append(hidden.sigmoid())
+            return self.held[-1] * 3
+
+        def outer(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+            hidden = layer.first(layer.norm(x))
+            return layer.second(run_in_group(manager, "inner", inner, hidden).tanh())
+
         x = x * 2  # The input of the first group is no leaf.
         for layer in self.layers:
-            with _region(manager, "outer", x) as end_outer:
-                hidden = layer.first(layer.norm(x))
-                with _region(manager, "inner", hidden) as end_inner:
-                    self.held.append(hidden.sigmoid())
-                    inner = self.held[-1] * 3
-                outer = layer.second(end_inner(inner).tanh())
-            x = x + end_outer(outer)
+            x = x + run_in_group(manager, "outer", partial(outer, layer=layer), x)
         return x
-
-
-@contextmanager
-def _region(
-    manager: Optional[PipelineOffloadManager], name: str, x: torch.Tensor
-) -> Iterator[Callable[[torch.Tensor], Any]]:
-    """Region of a group, with the marks of megatron-core's layers; yields what ends the group."""
-    if manager is None:
-        yield lambda y: y
-        return
-    manager.start_on(x, name)
-    with manager:
-        yield lambda y: manager.end_on(y, name)
 
 
 @pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])

@@ -10,6 +10,7 @@ from typing import Any, Optional
 import pytest
 import torch
 from hand_driven import LAZY_NATIVE
+from marked_group import run_in_group
 from toy_model import WIDTH, Chunk, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.integration.seam.manager import PipelineOffloadManager
@@ -21,14 +22,6 @@ NUM_ALIKE = 3
 NUM_GROUPS = 6
 TOO_LARGE = 10**6
 """No tensor has so many elements, so all groups stay."""
-
-
-def _group(manager: PipelineOffloadManager, name: str, module: Any, x: torch.Tensor) -> Any:
-    """Run ``module`` in a group, with the marks of megatron-core's layers."""
-    manager.start_on(x, name)
-    with manager:
-        y = module(x)
-    return manager.end_on(y, name)
 
 
 class StayingChunk(Chunk):
@@ -46,11 +39,8 @@ class StayingChunk(Chunk):
             manager.init_model_chunk_offload_handler(0, None, self.vp_stage, TOO_LARGE)
         x = x * 2  # The input of the first group is no leaf.
         for layer in self.layers:
-            if manager is None:
-                x = x + layer.second(layer.first(layer.norm(x)))
-            else:
-                hidden = _group(manager, "first", layer.first, layer.norm(x))
-                x = x + _group(manager, "second", layer.second, hidden)
+            hidden = run_in_group(manager, "first", layer.first, layer.norm(x))
+            x = x + run_in_group(manager, "second", layer.second, hidden)
         self.output = x
         return x
 
