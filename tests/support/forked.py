@@ -58,6 +58,12 @@ def run_script(
     return _run([str(path)], arguments, call, folder, environment, timeout_s)
 
 
+def forget_megatron() -> None:
+    """Let a forked process import megatron-core and Slipstream again."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        del sys.modules[name]
+
+
 def _run(
     what: list[str],
     arguments: tuple[str, ...],

@@ -22,7 +22,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from forked import run_function
+from forked import forget_megatron, run_function
 
 from megatron.slipstream import __version__
 
@@ -67,7 +67,7 @@ def build(source: Path, kind: str, compiler: str = "") -> Path:
 
 def _build(kind: str, out: Path, has_torch: bool) -> int:
     """In a forked process: a new one would import torch."""
-    _forget_megatron()
+    forget_megatron()
     sys.path.insert(0, "")
     if not has_torch:
         sys.modules["torch"] = None  # type: ignore[assignment]
@@ -75,11 +75,6 @@ def _build(kind: str, out: Path, has_torch: bool) -> int:
 
     getattr(build_meta, f"build_{kind}")(str(out))
     return 0
-
-
-def _forget_megatron() -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
-        del sys.modules[name]
 
 
 def files_in(folder: Path) -> set[str]:
@@ -185,7 +180,7 @@ def test_a_wheel_that_is_built_beside_torch_and_a_compiler_has_the_compiled_modu
 
 def _import_native(site: Path) -> int:
     """In a forked process: import the installed wheel."""
-    _forget_megatron()
+    forget_megatron()
     sys.path.insert(0, str(site))
     from megatron.slipstream.fine_grained_activation_offload.native import build
 

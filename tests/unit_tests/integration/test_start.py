@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 import pytest
-from forked import run_function
+from forked import forget_megatron, run_function
 
 from megatron.slipstream.integration.frameworks import start
 
@@ -23,8 +23,7 @@ LINE = "import megatron.slipstream.integration.frameworks.start\n"
 
 def import_as_a_framework() -> int:
     """Import all of megatron-core and Slipstream again, a model after the line that starts."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
-        del sys.modules[name]
+    forget_megatron()
     exec(LINE)
     importlib.import_module("megatron.core.models.gpt.gpt_model")
     from megatron.slipstream.integration import install
