@@ -79,7 +79,7 @@ class SmallSlabs(TimedBackend):
 def notes_shown(
     backend: CpuBackend, num_iterations: int, caplog: pytest.LogCaptureFixture
 ) -> list[str]:
-    """Where a run says that an allowed overhead is not followed for want of times."""
+    """The places where a run reports that it ignores an overhead limit because it has no times."""
     caplog.set_level(logging.INFO)
     manager = PipelineOffloadManager(OffloadEngine(backend, PolicyOptions(max_overhead_percent=1)))
     train(manager, *["accumulation"] * num_iterations)
