@@ -71,30 +71,24 @@ def _scaled(factor: float) -> Bandwidth:
     return Bandwidth(*(round(rate * factor, 2) for rate in _H200))
 
 
-_TABLE: tuple[tuple[str, float, float, float, float, tuple[str, ...]], ...] = (
-    ("a100", 312, 2039, 80, 32, ()),
-    ("b200", 2250, 8000, 179, 64, BLACKWELL_RECIPES),
+_TABLE: tuple[tuple[str, float, float, float, float, float, bool, tuple[str, ...]], ...] = (
+    ("a100", 312, ACHIEVED_SHARE, 2039, 80, 32, False, ()),
+    ("b200", 2250, ACHIEVED_SHARE, 8000, 179, 64, False, BLACKWELL_RECIPES),
     # NVLink-C2C, of which two GPUs share the 450 GB/s each way of a processor.
-    ("gb200", 2500, 8000, 185, 225, BLACKWELL_RECIPES),
-    ("h100", 989, 3350, 80, 64, HOPPER_RECIPES),
-    ("h20", 148, 4000, 96, 64, HOPPER_RECIPES),
-    ("h200", 989, 4800, 140, 64, HOPPER_RECIPES),
-    ("l40s", 362, 864, 45, 32, HOPPER_RECIPES[:2]),
+    ("gb200", 2500, ACHIEVED_SHARE, 8000, 185, 225, False, BLACKWELL_RECIPES),
+    ("h100", 989, H100_SHARE, 3350, 80, 64, False, HOPPER_RECIPES),
+    ("h20", 148, ACHIEVED_SHARE, 4000, 96, 64, False, HOPPER_RECIPES),
+    ("h200", 989, ACHIEVED_SHARE, 4800, 140, 64, True, HOPPER_RECIPES),
+    ("l40s", 362, ACHIEVED_SHARE, 864, 45, 32, False, HOPPER_RECIPES[:2]),
 )
-"""Datasheet values: name, TFLOP/s of dense products in bfloat16, GB/s of device memory, its GiB,
-GB/s of the link each way, recipes of products in fp8."""
+"""By datasheet: name, TFLOP/s of dense products in bfloat16 (and the fraction reached), GB/s of
+device memory, its GiB, GB/s of the link each way (and whether copies are measured), fp8 recipes."""
 
 GPUS: Mapping[str, Speed] = {
     name: Speed(
-        name,
-        tflops * {"h100": H100_SHARE}.get(name, ACHIEVED_SHARE),
-        hbm_gb_per_s * HBM_SHARE,
-        _scaled(link_gb_per_s / 64),
-        memory_gib,
-        name == "h200",
-        fp8_recipes,
+        name, tflops * share, hbm * HBM_SHARE, _scaled(link / 64), gib, is_measured, recipes
     )
-    for name, tflops, hbm_gb_per_s, memory_gib, link_gb_per_s, fp8_recipes in _TABLE
+    for name, tflops, share, hbm, gib, link, is_measured, recipes in _TABLE
 }
 """SXM boards (the L40S is a PCIe card) on PCIe 4 or 5 with 16 lanes, except for the GB200, by
 command-line name."""
