@@ -34,7 +34,6 @@ from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.pace import pace
 from megatron.slipstream.plan.peak import PeakDrop, peak_drop
 from megatron.slipstream.plan.render import format_bytes, render_plan, summarize, why_groups_stay
-from megatron.slipstream.plan.selection import why_not_followed
 from megatron.slipstream.plan.timeline import device_memory
 from megatron.slipstream.plan.trace import Bandwidth, Trace
 from megatron.slipstream.plan.walk import simulate
@@ -95,8 +94,7 @@ class Planner:
         """
         measured = self.measure_bandwidth()
         if measured is None:
-            plan = entry.plan
-            entry.plan = replace(plan, notes=why_not_followed(plan.trace, plan.options))
+            entry.plan = build_plan(entry.plan.trace, entry.plan.options)  # Its notes, too.
             return False
         num_moved, all_times = entry.num_moving, entry.times
         total_ms = statistics.median(times.total_ms for times in all_times)

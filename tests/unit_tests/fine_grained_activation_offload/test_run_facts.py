@@ -71,17 +71,29 @@ def test_notes_of_the_plan_are_in_the_report() -> None:
 
 
 class SmallSlabs(TimedBackend):
-    """Its slabs are too small to measure the link in."""
+    """Its slabs are too small to measure the link in; its device memory can be read."""
 
     host_slab_bytes = CpuBackend.host_slab_bytes
 
+    def memory(self) -> tuple[int, int]:
+        return 1_000_000_000, 1_000_001_000
+
+    def reset_peak_memory(self) -> None:
+        pass
+
+
+OVERHEAD = PolicyOptions(max_overhead_percent=1)
+
 
 def notes_shown(
-    backend: CpuBackend, num_iterations: int, caplog: pytest.LogCaptureFixture
+    backend: CpuBackend,
+    num_iterations: int,
+    caplog: pytest.LogCaptureFixture,
+    options: PolicyOptions = OVERHEAD,
 ) -> list[str]:
-    """The places where a run reports that it ignores an overhead limit because it has no times."""
+    """The places where a run reports that it ignores an option because it has no times."""
     caplog.set_level(logging.INFO)
-    manager = PipelineOffloadManager(OffloadEngine(backend, PolicyOptions(max_overhead_percent=1)))
+    manager = PipelineOffloadManager(OffloadEngine(backend, options))
     train(manager, *["accumulation"] * num_iterations)
     report = manager.report
     texts = {"log": caplog.text, "plan": report.plan, "notes": "".join(report.notes)}
@@ -106,6 +118,13 @@ def test_that_an_option_wants_times_is_reported_if_the_link_cannot_be_measured(
     num_until_told = 1 + NUM_WARMUPS + NUM_TIMED
     assert notes_shown(SmallSlabs(), num_until_told - 1, caplog) == []
     assert notes_shown(SmallSlabs(), num_until_told + 1, caplog) == ["plan", "notes"]
+
+
+def test_that_a_budget_wants_times_is_not_told_if_it_is_met_with_nothing_moved(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = PolicyOptions(target_memory_bytes=10**10, target_option="a budget")
+    assert notes_shown(SmallSlabs(), 2 + NUM_WARMUPS + NUM_TIMED, caplog, options) == []
 
 
 def test_times_of_steps_are_those_of_the_iteration_that_was_timed() -> None:
