@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -111,8 +112,8 @@ def _view(rank: RankReport, plan: Optional[Plan]) -> _RankView:
         return _RankView(rank)
     iteration = iteration_of(plan, rank)
     remark = ""
-    # The rank's text may lack its end, notes on options that the plan from times was to honor.
-    if not render_plan(plan).startswith(rank.plan):
+    # The rank's notes may lack those on options that the plan from times was to honor.
+    if rank.plan and render_plan(replace(plan, notes=tuple(rank.notes))) != rank.plan:
         remark = (
             f"The charts of rank {rank.rank} show another plan than the one that it followed: "
             "charts and groups are of the given plan, everything else is of the run"
