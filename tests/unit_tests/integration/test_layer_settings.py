@@ -115,6 +115,8 @@ class Calls:
             for part, path in MODULE_OF.items():
                 if isinstance(getattr(one.layer, path, None), IdentityOp):
                     path = "pre_mlp_layernorm"
+                if isinstance(getattr(one.layer, path, None), IdentityOp):
+                    continue  # Both norms are part of a linear layer.
                 self._watch(one.layer, path, (number, part))
 
     def _watch(self, layer: Any, path: str, key: tuple[int, str]) -> None:
