@@ -220,6 +220,9 @@ def _rank_main(
         make_cheap()
     try:
         answer = (None, function(rank, num_ranks, port, *arguments))
+        if torch.cuda.is_initialized():
+            # With MPS, a process that is terminated with work in flight ends those of other tests.
+            torch.cuda.synchronize()
     except BaseException:
         answer = (traceback.format_exc(), None)
     # The shutdown that is skipped below would end them: megatron-core starts a process that manages
