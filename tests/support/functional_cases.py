@@ -81,6 +81,10 @@ _CPU_VARIABLES = {
     "MKL_CBWR": "COMPATIBLE",
     "OMP_NUM_THREADS": "1",
 }
+_GPU_VARIABLES = {
+    # A kernel that another rank or test compiled for other sizes may round differently.
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+}
 _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 _ITERATION = re.compile(r" iteration +(\d+)/ *\d+ \|.*?\| num zeros: ([\d.]+) \|")
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
@@ -295,7 +299,7 @@ def environment_of(job: Job, folder: Path) -> dict[str, str]:
     }
     inherited = {name: text for name, text in os.environ.items() if name not in _OF_A_LAUNCHER}
     environment = {**inherited, **variables, **job.config.ENV_VARS}
-    return environment | (_CPU_VARIABLES if job.platform == "cpu" else {})
+    return environment | (_CPU_VARIABLES if job.platform == "cpu" else _GPU_VARIABLES)
 
 
 def return_to_half_way(job: Job, folder: Path) -> None:
