@@ -214,7 +214,7 @@ GRAPHED: dict[str, ModelCase] = {
     "sync-free experts on two ranks": replace(SYNC_FREE, ep=2, sync_free_capacity_factor=2.0),
     "hybrid": replace(SYNC_FREE, kind="hybrid", num_layers=4),
 }
-NUM_STEPS = 50
+NUM_STEPS = 20
 FLAT_BYTES = 1 << 20
 """Tolerance of the memory of tensors in the second half of a training."""
 

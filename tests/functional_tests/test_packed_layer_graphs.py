@@ -275,7 +275,7 @@ def test_offloading_inside_on_one_gpu(name: str) -> None:
 def test_pipelines(name: str, vpp: int, is_offloading: bool) -> None:
     case, scope = case_of(name, ON_GPU, pp=2, vpp=vpp, num_layers=8)
     modules = DENSE_MODULES if is_offloading else ()
-    num_sets = [r.num_sets for r in check(2, case, scope, random_counts(50, 2), modules)]
+    num_sets = [r.num_sets for r in check(2, case, scope, random_counts(20, 2), modules)]
     assert sorted(num_sets) == ([1, 2] if vpp is None else [4, 6])
 
 
@@ -294,7 +294,7 @@ def test_other_layouts(name: str) -> None:
     of, layout, overrides = LAYOUTS[name]
     case, scope = case_of(of, ON_GPU, **layout)
     case = replace(case, overrides={**case.overrides, **overrides})
-    check(2, case, scope, random_counts(50))
+    check(2, case, scope, random_counts(20))
 
 
 @pytest.mark.gpu
