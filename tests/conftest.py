@@ -32,6 +32,8 @@ os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 # Some tests fork, and a child hangs in its first parallel loop if its parent has run one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Otherwise each rank starts a process that imports torch, to compile a few small functions.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY_BYTES = 1 << 30
