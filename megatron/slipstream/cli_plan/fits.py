@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Optional
 
-from megatron.slipstream.cli_plan.models import check_gib, speed_for
+from megatron.slipstream.cli_plan.models import limit_bytes, speed_for
 from megatron.slipstream.cli_plan.options import AIMS, SEARCH, flag_of, refuse
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import ModelShape
@@ -74,16 +74,6 @@ def show_fits(configured: Configured, options: argparse.Namespace) -> int:
     return 0 if any(fit.size for fit in fits) else NOTHING_FITS
 
 
-def _memory_bytes(speed: Speed, options: argparse.Namespace) -> int:
-    memory = speed.memory_gib
-    margin = memory * DEFAULT_MARGIN_SHARE if options.margin is None else options.margin
-    check_gib("--memory", memory)
-    check_gib("--host-memory", options.host_memory)
-    if not 0 <= margin < memory:
-        raise ValueError(f"--margin={margin} must be from 0 to less than the memory's {memory:g}")
-    return int((memory - margin) * 2**30)
-
-
 def state_of(shape: ModelShape, rank: int, options: argparse.Namespace) -> int:
     """Return the state of a pipeline rank in bytes, which the user may give."""
     if options.state_gib is not None:
@@ -93,24 +83,28 @@ def state_of(shape: ModelShape, rank: int, options: argparse.Namespace) -> int:
 
 def finder_for(configured: Configured, speed: Speed, options: argparse.Namespace) -> Finder:
     """Return the search for what fits into the memory that the options name."""
-    memory = _memory_bytes(speed, options)
+    memory = speed.memory_gib
+    margin = memory * DEFAULT_MARGIN_SHARE if options.margin is None else options.margin
+    limit_bytes("--memory", memory)
+    host = limit_bytes("--host-memory", options.host_memory)
+    if not 0 <= margin < memory:
+        raise ValueError(f"--margin={margin} must be from 0 to less than the memory's {memory:g}")
     par = configured.shape.parallelism
-    host = None if options.host_memory is None else int(options.host_memory * 2**30)
-    optimizer = max(host_state_bytes(configured.shape, rank) for rank in range(par.pp))
-    if host is not None and 0 < host <= optimizer:
-        raise ValueError(
-            f"--host-memory={options.host_memory} is not supported with optimizer_cpu_offload "
-            f"because its state takes {format_bytes(optimizer)} there; set more, or leave it out"
-        )
-    host = None if host is None else host - optimizer
+    if host is not None:
+        optimizer = max(host_state_bytes(configured.shape, rank) for rank in range(par.pp))
+        if 0 < host <= optimizer:
+            raise ValueError(
+                f"--host-memory={options.host_memory} is not supported with optimizer_cpu_offload "
+                f"because its state takes {format_bytes(optimizer)} there; set more, or leave it "
+                "out"
+            )
+        host -= optimizer
     searched, step = "micro_batch_size", 1
     if not options.largest_micro_batch:
-        searched, step = (
-            "seq_length",
-            STEP_TOKENS * par.cp * (par.tp if par.sequence_parallel else 1),
-        )
-    state = partial(state_of, options=options)
-    return Finder(configured, speed, Limits(memory, host), searched, step, state)
+        searched = "seq_length"
+        step = STEP_TOKENS * par.cp * (par.tp if par.sequence_parallel else 1)
+    limits = Limits(int((memory - margin) * 2**30), host)
+    return Finder(configured, speed, limits, searched, step, partial(state_of, options=options))
 
 
 def _lines(fits: Sequence[Fit], finder: Finder, options: argparse.Namespace) -> Iterator[str]:
@@ -156,18 +150,18 @@ def _table(fits: Sequence[Fit], common: int, unit: str, finder: Finder) -> Itera
     at = f"step at {common:,}" if common else "step"
     rows = [["way", unit, "step", "tokens/s", "device", "host", at, "tokens/s", "wall"]]
     for fit in fits:
-        used = ["-", "-"]
-        if fit.found is not None:
-            usage = fit.found.usage
-            used = [format_bytes(usage.parts.total), format_bytes(usage.host_bytes)]
         there = finder.at(fit.way, common) if common else None
-        rows.append([_TITLES[fit.way], f"{fit.size:,}", *_times(fit.found), *used,
-                     *_times(there), _WALLS[fit.wall]])  # fmt: skip
+        rows.append([_TITLES[fit.way], f"{fit.size:,}", *_cells(fit.found), *_cells(there)[:2],
+                     _WALLS[fit.wall]])  # fmt: skip
     return table(rows, left=(0, -1))
 
 
-def _times(found: Optional[Iteration]) -> list[str]:
-    return [f"{found.step_ms / 1e3:.3g} s", f"{found.tokens_per_s:,.0f}"] if found else ["-", "-"]
+def _cells(found: Optional[Iteration]) -> list[str]:
+    """Return the step time, tokens/s, and the device and host memory, or dashes."""
+    if found is None:
+        return ["-"] * 4
+    times = [f"{found.step_ms / 1e3:.3g} s", f"{found.tokens_per_s:,.0f}"]
+    return [*times, format_bytes(found.usage.parts.total), format_bytes(found.usage.host_bytes)]
 
 
 def _assumptions(finder: Finder) -> str:

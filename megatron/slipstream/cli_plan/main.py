@@ -12,39 +12,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 from megatron.slipstream.cli_plan.fits import finder_for, prepare_search, show_fits, state_of
 from megatron.slipstream.cli_plan.models import (
     MAX_BYTES,
-    check_gib,
     check_sizes,
     configured_by,
+    limit_bytes,
     speed_for,
 )
 from megatron.slipstream.cli_plan.options import TRAINING, UNTIMED, as_typed, refuse
-from megatron.slipstream.estimate.file_errors import (
-    reading,
-    require_distinct,
-    require_writable,
-    writing,
-)
-from megatron.slipstream.estimate.frontier import (
-    Frontier,
-    frontier_png,
-    require_matplotlib,
-    sweep,
-    sweep_budgets,
-)
+from megatron.slipstream.estimate import file_errors, frontier, shape_tables
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_shapes import MAX_SIZE
-from megatron.slipstream.estimate.shape_tables import (
-    RankPlan,
-    answer,
-    describe,
-    layer_tables,
-    rank_table,
-)
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.estimate.training_command import is_command
 from megatron.slipstream.estimate.training_setup import Configured
@@ -79,16 +60,13 @@ def show_plan(options: argparse.Namespace) -> int:
     _check_files(options)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     is_trace = len(words) == 1 and not words[0].startswith("-") and not is_command(words[0])
-    given = [
-        name
-        for name, is_given in (
-            ("a trace", is_trace),
-            ("flags after --", bool(words) and not is_trace),
-            ("--hf-config", options.hf_config is not None),
-            ("--args-file", options.args_file is not None),
-        )
-        if is_given
-    ]
+    sources = {
+        "a trace": is_trace,
+        "flags after --": bool(words) and not is_trace,
+        "--hf-config": options.hf_config is not None,
+        "--args-file": options.args_file is not None,
+    }
+    given = [source for source, is_given in sources.items() if is_given]
     if len(given) != 1:
         found = " and ".join(given) or "nothing to plan"
         raise ValueError(
@@ -105,11 +83,11 @@ def show_plan(options: argparse.Namespace) -> int:
     if is_trace:
         refuse(options, UNTIMED, f"with {given[0]}", "that has times and sizes of its own")
         return _show_trace(Path(words[0]), options)
-    if options.hf_config is None:
-        return _show_configured(words, options)
     try:
         return _show_configured(words, options)
     except ValueError as error:
+        if options.hf_config is None:
+            raise
         raise ValueError(as_typed(str(error), options)) from error
 
 
@@ -122,18 +100,19 @@ def _progress(what: str) -> Iterator[None]:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    names = ("output", "timeline", "frontier")
-    paths = {name: path for name in names if (path := getattr(options, name)) is not None}
-    for name, path in paths.items():
-        require_writable(f"--{name}", path)
-        drawn = {"timeline": ".html", "frontier": ".png"}.get(name)
+    paths = {"TRACE": Path(options.words[0])} if len(options.words) == 1 else {}
+    for name, drawn in (("output", None), ("timeline", ".html"), ("frontier", ".png")):
+        path = getattr(options, name)
+        if path is None:
+            continue
+        paths[f"--{name}"] = path
+        file_errors.require_writable(f"--{name}", path)
         if drawn and path.suffix not in (drawn, ".json"):
             raise ValueError(
                 f"--{name}={path} is not supported because only {drawn} and .json are written; "
                 f"name a {drawn} or a .json file"
             )
-    read = {"TRACE": Path(options.words[0])} if len(options.words) == 1 else {}
-    require_distinct({**read, **{f"--{name}": path for name, path in paths.items()}})
+    file_errors.require_distinct(paths)
 
 
 # A trace
@@ -141,7 +120,9 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def _show_trace(path: Path, options: argparse.Namespace) -> int:
     with (
-        reading("trace ", path, "train with --offload-trace-path", "--offload-trace-path"),
+        file_errors.reading(
+            "trace ", path, "train with --offload-trace-path", "--offload-trace-path"
+        ),
         _progress(f"reading {path.name}"),
     ):
         trace = load_trace(path)
@@ -153,7 +134,7 @@ def _show_trace(path: Path, options: argparse.Namespace) -> int:
         simulation = simulate(plan) if trace.step_ms or needs_times else None
     _show(plan, simulation, 64 if options.details else 0)
     sys.stdout.writelines(f"{note}\n" for note in notes)
-    _write(plan, simulation, partial(sweep, trace, policy), options)
+    _write(plan, simulation, partial(frontier.sweep, trace, policy), options)
     return _status(plan)
 
 
@@ -204,11 +185,11 @@ def _show(plan: Plan, simulation: Optional[Simulation], num_rows: int) -> None:
 def _write(
     plan: Plan,
     simulation: Optional[Simulation],
-    sweep: Callable[..., Frontier],
+    sweep: Callable[..., frontier.Frontier],
     options: argparse.Namespace,
 ) -> None:
     if options.output:
-        with writing("--output", options.output):
+        with file_errors.writing("--output", options.output):
             save_plan(plan, options.output)
     if options.timeline and simulation is not None:
         if options.timeline.suffix == ".json":
@@ -217,45 +198,41 @@ def _write(
             from megatron.slipstream.report_page.page import render_plan_page
 
             timeline = render_plan_page(plan, simulation).encode()
-        with writing("--timeline", options.timeline):
+        with file_errors.writing("--timeline", options.timeline):
             write_whole(options.timeline, timeline)
     if options.frontier:
         is_drawn = options.frontier.suffix == ".png"
         if is_drawn:
-            require_matplotlib()  # Fail before the sweep rather than after it.
+            frontier.require_matplotlib()  # Fail before the sweep rather than after it.
         with bar_on_stderr() as progress:
             task = progress.add_task("planning for many targets", total=None)
-            frontier = sweep(
+            found = sweep(
                 progress=lambda done, total: progress.update(task, completed=done, total=total)
             )
-        sys.stdout.write(f"\nMemory against time\n{frontier.render()}\n")
-        with writing("--frontier", options.frontier):
-            content = frontier_png(frontier) if is_drawn else frontier.to_json()
+        sys.stdout.write(f"\nMemory against time\n{found.render()}\n")
+        with file_errors.writing("--frontier", options.frontier):
+            content = frontier.frontier_png(found) if is_drawn else found.to_json()
             write_whole(options.frontier, content)
 
 
 def _policy_options(options: argparse.Namespace, training: PolicyOptions) -> PolicyOptions:
-    given: dict[str, Any] = {}
-    if options.target_memory is not None and options.max_overhead is not None:
+    """Return the policy with the options' goal, if they have one, in place of the training's."""
+    memory, overhead = options.target_memory, options.max_overhead
+    if memory is not None and overhead is not None:
         raise ValueError(
-            f"--target-memory={options.target_memory} is not supported with "
-            f"--max-overhead={options.max_overhead} because each alone decides how much moves; "
-            "give one of them"
+            f"--target-memory={memory} is not supported with --max-overhead={overhead} because "
+            "each alone decides how much moves; give one of them"
         )
     if options.fraction is not None:
         if not 0 <= options.fraction <= 1:
             raise ValueError(f"--fraction={options.fraction} must be from 0 to 1")
-        given["activation_offload_fraction"] = options.fraction
-    if options.target_memory is not None:
-        check_gib("--target-memory", options.target_memory)
-        given["target_memory_bytes"] = int(options.target_memory * 2**30)
-    if options.max_overhead is not None:
-        if not 0 <= options.max_overhead < math.inf:
-            raise ValueError(f"--max-overhead={options.max_overhead} must be 0 percent or more")
-        given["max_overhead_percent"] = options.max_overhead
-    if {"target_memory_bytes", "max_overhead_percent"} & given.keys():
-        training = replace(training, target_memory_bytes=None, max_overhead_percent=None)
-    return replace(training, **given)
+        training = replace(training, activation_offload_fraction=options.fraction)
+    if memory is None and overhead is None:
+        return training
+    if overhead is not None and not 0 <= overhead < math.inf:
+        raise ValueError(f"--max-overhead={overhead} must be 0 percent or more")
+    target = limit_bytes("--target-memory", memory)
+    return replace(training, target_memory_bytes=target, max_overhead_percent=overhead)
 
 
 # A configuration
@@ -270,11 +247,11 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
     speed = speed_for(configured, options)
     policy = _policy_options(options, configured.policy)
     ranks = _plan_ranks(configured, speed, policy, options)
-    lines = [answer(ranks, configured.title)]
-    lines += rank_table(ranks, speed.memory_gib, configured.num_ranks_of_host)
-    lines += ["", *describe(configured, speed)]
+    lines = [shape_tables.answer(ranks, configured.title)]
+    lines += shape_tables.rank_table(ranks, speed.memory_gib, configured.num_ranks_of_host)
+    lines += ["", *shape_tables.describe(configured, speed)]
     if options.details:
-        lines += layer_tables(configured, speed)
+        lines += shape_tables.layer_tables(configured, speed)
     sys.stdout.writelines(f"{line}\n" for line in lines)
     shown = ranks[0]
     if shown.plan is None:
@@ -289,7 +266,7 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
         _show(shown.plan, shown.simulation, GRID_ROWS if options.details else 0)
     else:
         sys.stdout.write(f"{DETAILS_HINT}\n")
-    budgets = partial(sweep_budgets, finder_for(configured, speed, options))
+    budgets = partial(frontier.sweep_budgets, finder_for(configured, speed, options))
     _write(shown.plan, shown.simulation, budgets, options)
     if not (options.frontier or has_goal):
         sys.stdout.write(
@@ -301,7 +278,7 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
 
 def _plan_ranks(
     configured: Configured, speed: Speed, policy: PolicyOptions, options: argparse.Namespace
-) -> list[RankPlan]:
+) -> list[shape_tables.RankPlan]:
     pp = configured.shape.parallelism.pp
     if options.rank is not None and not 0 <= options.rank < pp:
         raise ValueError(f"--rank={options.rank} must be a pipeline rank, 0 to {pp - 1}")
@@ -321,5 +298,5 @@ def _plan_ranks(
             trace = synthetic_trace(work, rank, state)
             plan = build_plan(trace, policy) if trace.steps else None
             simulation = None if plan is None else simulate(plan)
-            found.append(RankPlan(work, rank, state, plan, simulation))
+            found.append(shape_tables.RankPlan(work, rank, state, plan, simulation))
     return found

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Optional
+from typing import Optional
 
 from megatron.slipstream.cli_plan.options import AIMS, UNTIMED, flag_of, refuse
 from megatron.slipstream.estimate.gpus import GPUS, Speed, find_speed
@@ -26,6 +26,7 @@ from megatron.slipstream.estimate.training_setup import (
     usable_modules,
 )
 from megatron.slipstream.options.rules import as_flag
+from megatron.slipstream.plan.settings import WHOLE, LayerSetting
 
 MAX_GROUPS = 100_000
 """Maximum groups of all planned ranks, each of which takes about a millisecond."""
@@ -105,29 +106,25 @@ def _hub_shape(model: HubModel, options: argparse.Namespace) -> ModelShape:
     given = {name: value for name, value in vars(options).items() if value is not None}
     names = ("seq_length", "micro_batch_size", "precision", "attention_backend", "cross_entropy")
     megatrons = {option: given[name] for name, option in PARALLELISM.items() if name in given}
-    described = SimpleNamespace(**model.options, **megatrons, **_recomputation(options))
+    described = SimpleNamespace(**model.options, **megatrons)
     parallelism = parallelism_of_options(described)
     if options.dp is None:
         parallelism = replace(parallelism, dp=fewest_data_parallel_ranks(parallelism))
     return shape_of_options(
         described,
         **{name: given[name] for name in names if name in given},
+        recompute_modules=_recomputed(options),
         parallelism=parallelism,
         layers_per_chunk=_layers_per_chunk(described.num_layers, parallelism.pp, options),
     )
 
 
-def _recomputation(options: argparse.Namespace) -> dict[str, Any]:
+def _recomputed(options: argparse.Namespace) -> LayerSetting:
     if options.recompute_granularity == "full":
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    modules = options.recompute_modules
-    if modules is None and options.recompute_granularity == "selective":
-        modules = ["core_attn"]  # megatron-core's default
-    return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+        return WHOLE
+    if options.recompute_granularity == "selective" and options.recompute_modules is None:
+        return LayerSetting({"core_attn"})  # megatron-core's default
+    return LayerSetting(options.recompute_modules or ())
 
 
 def _layers_per_chunk(
@@ -140,10 +137,10 @@ def _layers_per_chunk(
         return ()
     num_stages = options.vpp or 1
     rest, others = num_layers - sum(given.values()), pp - len(given)
-    few = [(rank, count) for rank, count in given.items() if count < 1]
-    for rank, count in few:
-        flag = flag_of("last" if rank else "first", options)
-        raise ValueError(f"{flag}={count} must be positive; set 1 or more")
+    for rank, count in given.items():
+        if count < 1:
+            flag = flag_of("last" if rank else "first", options)
+            raise ValueError(f"{flag}={count} must be positive; set 1 or more")
     if pp == 1 or pp > num_layers or rest < 0 or (rest % others if others else rest):
         named = {"first": options.first, "last": options.last}
         flags = [f"{flag_of(name, options)}={n}" for name, n in named.items() if n is not None]
@@ -161,10 +158,13 @@ def _layers_per_chunk(
     return tuple((count // num_stages,) * num_stages for count in counts)
 
 
-def check_gib(flag: str, value: Optional[float]) -> None:
-    """Raise ``ValueError`` if a limit in GiB is given that no plan can have."""
-    if value is not None and not 0 < value <= MAX_BYTES >> 30:
-        raise ValueError(f"{flag}={value} must be above 0 GiB, to {MAX_BYTES >> 30}")
+def limit_bytes(flag: str, gib: Optional[float]) -> Optional[int]:
+    """Return a limit in bytes, None for none; ``ValueError`` if no plan can have it."""
+    if gib is None:
+        return None
+    if not 0 < gib <= MAX_BYTES >> 30:
+        raise ValueError(f"{flag}={gib} must be above 0 GiB, to {MAX_BYTES >> 30}")
+    return int(gib * 2**30)
 
 
 def speed_for(configured: Configured, options: argparse.Namespace) -> Speed:

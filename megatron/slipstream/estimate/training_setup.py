@@ -51,7 +51,7 @@ def shape_of_options(options: Any, **more: Any) -> ModelShape:
     option and the fix, if the shape is invalid.
     """
     shape = ModelShape(**(shape_fields(options) | more))
-    if shape.recompute_modules != WHOLE or options.recompute_method != "block":
+    if shape.recompute_modules != WHOLE or getattr(options, "recompute_method", "") != "block":
         return shape
     count = options.recompute_num_layers
     whole = {layer for chunk in shape.chunks for layer in chunk.layers[:count]}
