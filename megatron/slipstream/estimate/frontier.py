@@ -12,7 +12,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.slipstream.estimate.shape_tables import table
 from megatron.slipstream.estimate.ways import BUDGET, OFF, WAYS, Finder, Iteration
@@ -37,13 +37,6 @@ MAX_OVERHEADS_PERCENT = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 SCHEMA = "slipstream-frontier"
 VERSION = 1
 
-Sweep = Literal[
-    "activation_offload_fraction",
-    "target_memory_bytes",
-    "max_overhead_percent",
-    "activation_memory_budget",
-]
-
 # The colours also differ in lightness, for colour-blind readers.
 _BLUE, _GREEN, _MUTED = "#4477aa", "#228833", "#666666"
 
@@ -57,7 +50,7 @@ class _Series(NamedTuple):
     colour: str
 
 
-_SERIES: dict[Sweep, _Series] = {
+_SERIES: dict[str, _Series] = {
     "activation_offload_fraction":
         _Series("--fraction", False, "a fraction of the groups", "o", "#bbbbbb"),
     "target_memory_bytes":
@@ -73,7 +66,7 @@ _SERIES: dict[Sweep, _Series] = {
 class FrontierPoint:
     """One plan: the option that produced it, and its predicted peak and time."""
 
-    option: Sweep
+    option: str
     value: float
     """Value of that option, which :attr:`flag` prints exactly; other options are the sweep's."""
     peak_bytes: int
@@ -150,7 +143,7 @@ def sweep(
     total = 2 * num_points + len(MAX_OVERHEADS_PERCENT)
     points: list[FrontierPoint] = []
 
-    def run(option: Sweep, values: Iterable[float]) -> None:
+    def run(option: str, values: Iterable[float]) -> None:
         for value in values:
             progress(len(points), total)
             points.append(_point(model, base, option, value))
@@ -220,9 +213,7 @@ def mark_pareto(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
     return tuple(replace(p, is_pareto=index in chosen) for index, p in enumerate(points))
 
 
-def _point(
-    model: IterationModel, base: PolicyOptions, option: Sweep, value: float
-) -> FrontierPoint:
+def _point(model: IterationModel, base: PolicyOptions, option: str, value: float) -> FrontierPoint:
     changed: dict[str, Any] = {option: value}
     plan = plan_of(model, replace(base, **changed), MAX_STEPS_OF_CHANGES)
     found = simulate(plan)

@@ -34,9 +34,8 @@ from megatron.slipstream.plan.templates import ChunkPass, RankTemplates
 from megatron.slipstream.plan.trace import StepKind
 from megatron.slipstream.plan.walk import simulate
 
-OFF, SELECTIVE, FULL, BUILT_IN, BUDGET = WAYS = (
-    *("off", "selective", "full", "built-in", "budget"),
-)
+WAYS = ("off", "selective", "full", "built-in", "budget")
+OFF, SELECTIVE, FULL, BUILT_IN, BUDGET = WAYS
 """The ways that are compared: nothing recomputed or offloaded; selective recomputation; full
 recomputation of each layer; megatron-core's offload engine with all its modules and selective
 recomputation; and what the planner chooses from all of them for a budget of memory."""
@@ -275,24 +274,17 @@ class SizedModel:
 
     def least(self) -> Iteration:
         """Return the iteration that takes the least device memory, whatever the host's."""
-        nothing = Limits(0)
-        found: dict[Tiles, dict[int, tuple[float, Assignment]]] = {}
-        for tiles in TILES:
-            found[tiles] = {}
-            for number, rank in self._variant(tiles)[1].items():
-                judge = Judge(rank, nothing, refines=False)
-                peaks = (
-                    (judge.score(each).excess_bytes, each)
-                    for each in uniform(rank.templates, rank.kinds)
-                )
-                found[tiles][number] = min(peaks, key=lambda pair: pair[0])
-        best = min(TILES, key=lambda tiles: max(peak for peak, _ in found[tiles].values()))
+        found = {
+            tiles: [_lowest_peak(rank) for rank in self._variant(tiles)[1].values()]
+            for tiles in TILES
+        }
+        best = min(TILES, key=lambda tiles: max(peak for peak, _ in found[tiles]))
         work, ranks = self._variant(best)
         policy = PolicyOptions(target_memory_bytes=1)
         planned = {}
-        for number, (_, assignment) in found[best].items():
-            trace = _short(ranks[number]).compose(assignment, marks_all=True)
-            planned[number] = PlannedRank(ranks[number], assignment, build_plan(trace, policy))
+        for (number, rank), (_, assignment) in zip(ranks.items(), found[best], strict=True):
+            trace = _short(rank).compose(assignment, marks_all=True)
+            planned[number] = PlannedRank(rank, assignment, build_plan(trace, policy))
         return Iteration(work, planned, self.state_bytes, best)
 
     @cached_property
@@ -380,11 +372,22 @@ def _has_fit(rank: RankTemplates, limits: Limits) -> bool:
     return any(judge.improves(Score(0.0, math.inf), each) for each in assignments)
 
 
+def _scores(rank: RankTemplates, limits: Limits) -> dict[Assignment, Score]:
+    """Return the scores of the assignments with one setting for each kind of layers."""
+    judge = Judge(rank, limits, refines=False)
+    return {each: judge.score(each) for each in uniform(rank.templates, rank.kinds)}
+
+
 def _estimated_ms(rank: RankTemplates, limits: Limits) -> float:
     """Return the time with the best setting for each kind of layers; 0 if none fits."""
-    judge = Judge(rank, limits, refines=False)
-    scores = map(judge.score, uniform(rank.templates, rank.kinds))
+    scores = _scores(rank, limits).values()
     return min((score.total_ms for score in scores if score.excess_bytes <= 0), default=0.0)
+
+
+def _lowest_peak(rank: RankTemplates) -> tuple[float, Assignment]:
+    peaks = {each: score.excess_bytes for each, score in _scores(rank, Limits(0)).items()}
+    lowest = min(peaks, key=lambda each: peaks[each])
+    return peaks[lowest], lowest
 
 
 def _coarse(rank: RankTemplates) -> RankTemplates:
@@ -510,24 +513,25 @@ def _largest(excess: Callable[[int], float], low: int, most: int) -> int:
     Memory grows about linearly, so the line through two known counts leads to the next one.
     ``low`` fits, or is 0.
     """
-    high = most + 1
     fits: tuple[int, float] = (low, math.nan)
-    fails: tuple[int, float] = (high, math.nan)
-    before = fits
-    for turn in itertools.count():
-        if high - low <= 1:
-            return low
-        if fails[0] <= most:
-            count = low + (high - low) // 2 if turn % 3 == 2 else _crossing(fits, fails)
-        else:
+    fails: tuple[int, float] = (most + 1, math.nan)
+    before, turn = fits, 0
+    while fails[0] - fits[0] > 1:
+        low, high = fits[0], fails[0]
+        if high > most:
             count = max(2 * low, min(16 * low, _crossing(before, fits)))
+        elif turn % 3 == 2:
+            count = low + (high - low) // 2
+        else:
+            count = _crossing(fits, fails)
         count = min(max(count, low + 1), high - 1)
         value = excess(count)
         if value > 0:
-            high, fails = count, (count, value)
+            fails = count, value
         else:
-            low, before, fits = count, fits, (count, value)
-    raise AssertionError("unreachable")
+            before, fits = fits, (count, value)
+        turn += 1
+    return fits[0]
 
 
 def _crossing(one: tuple[int, float], other: tuple[int, float]) -> int:
