@@ -101,7 +101,7 @@ class _Layer:
         self._shape, self._kind, self._input = shape, kind, input_name(kind)
         self._setting = setting_with_tiles(shape, kind, setting)
         self._parts = {part.name: part for part in parts_of_kind(shape, kind, setting)}
-        self._hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
+        self._hidden = shape.hidden_bytes
         self._tiled = TILED_PARTS if shape.mlp_sequence_tiles else frozenset()
         plain = parts_of_kind(shape, kind, NOTHING)
         self._full = {part.name: part.saved for part in plain}
@@ -139,7 +139,7 @@ class _Layer:
                     yield from self._rerun(section, live)
             freed = sum(self._bytes[each] for each in live if self._owner[each] == name)
             freed += ends.get(name, 0)
-            gradients = sum(part.taken.values()) + sum(part.given.values()) + part.inside
+            gradients = _nbytes(part.taken) + _nbytes(part.given) + part.inside
             peak = self._hidden + self._tile_bytes(name, gradients)
             yield Stretch(name, "backward", part.cost, -freed, peak)
 
@@ -168,7 +168,8 @@ class _Layer:
 
     def _beside(self, part: Part, live: set[str]) -> int:
         """Return the bytes that a part's forward takes beside saved tensors."""
-        sizes = {part.stream: self._hidden, **part.taken, **part.given}
+        read = (*part.taken, *part.given)
+        sizes = {part.stream: self._hidden, **{tensor.name: tensor.nbytes for tensor in read}}
         added = 0 if part.given else self._hidden
         added += sum(size for name, size in sizes.items() if name not in live)
         return self._tile_bytes(part.name, added)
@@ -207,12 +208,12 @@ class _Layer:
                 names = list(self._parts)
                 for norm in parts:
                     end = "mlp_residual" if norm == "mlp_norm" else "attn_residual"
-                    again = missing & self._parts[norm].given.keys()
+                    again = missing & {tensor.name for tensor in self._parts[norm].given}
                     yield _Section(names[names.index(end) - 1], (norm,), again)
             elif parts:
                 output, last = 0, parts[-1]
                 if module in CHECKPOINTS and last not in self._tiled:
-                    output = sum(self._parts[last].given.values()) or self._hidden
+                    output = _nbytes(self._parts[last].given) or self._hidden
                 yield _Section(_BEFORE.get(module, last), tuple(parts), missing, output)
 
 
@@ -234,6 +235,10 @@ def _bytes_of(parts: Iterable[Part]) -> dict[str, int]:
     return {tensor.name: tensor.nbytes for part in parts for tensor in part.saved}
 
 
+def _nbytes(tensors: Iterable[SavedTensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 def _tile_bytes(num_tokens: int, bytes_per_token: int) -> int:
     tiling = Tiling.of("auto", bytes_per_token)
     assert tiling is not None
@@ -247,7 +252,7 @@ def _head_passes(shape: ModelShape) -> tuple[list[Stretch], list[Stretch]]:
     own functions save probabilities in float32.
     """
     costs, size = head_costs(shape), shape.element_bytes
-    hidden = shape.region_tokens * shape.hidden_size * size
+    hidden = shape.hidden_bytes
     num_losses = 1 + shape.num_further_tokens
     # The norm's input, and the output layer's inputs for all tokens.
     normed = (1 + num_losses) * hidden

@@ -56,7 +56,6 @@ layers of plain PyTorch they are taken as they are if they are not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple, Optional
 
@@ -150,7 +149,8 @@ class SavedTensor(NamedTuple):
     """Why offloading it frees no memory; empty if it does."""
 
 
-Saved = dict[str, tuple[SavedTensor, ...]]
+Tensors = tuple[SavedTensor, ...]
+Saved = dict[str, Tensors]
 
 
 class Part(NamedTuple):
@@ -158,12 +158,12 @@ class Part(NamedTuple):
 
     name: str
     cost: Cost
-    saved: tuple[SavedTensor, ...]
+    saved: Tensors
     stream: str
     """The tensor to which its half of the layer is added."""
-    taken: Mapping[str, int]
-    given: Mapping[str, int]
-    """Bytes of what comes out; empty if it is added to the residual stream."""
+    taken: Tensors
+    given: Tensors
+    """What comes out; empty if it is added to the residual stream."""
     inside: int
     """Bytes of the largest gradients between its operations."""
     rerun_by: frozenset[str]
@@ -171,44 +171,30 @@ class Part(NamedTuple):
     is_marked: bool
 
 
-def layer_parts(
-    shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None
-) -> tuple[Part, ...]:
-    """Return the parts of a layer, in forward order.
-
-    ``setting`` is what backward recomputes of it, by default the shape's. All of a layer that is
-    recomputed as a whole is saved in its rerun.
-    """
-    given = shape.setting_of(layer) if setting is None else setting
-    return parts_of_kind(shape.plain, shape.kind_of(layer), given)
+def layer_parts(shape: ModelShape, layer: int) -> tuple[Part, ...]:
+    """Return the parts of a layer, in forward order."""
+    return parts_of_kind(shape.plain, *shape.kind_and_setting(layer))
 
 
 @lru_cache(maxsize=512)
-def parts_of_kind(shape: ModelShape, kind: LayerKind, given: LayerSetting) -> tuple[Part, ...]:
-    """Return the parts of such a layer; the shape is one that recomputes nothing."""
-    setting = setting_with_tiles(shape, kind, given)
-    found = []
-    for part in _Layer(shape, kind, setting_with_tiles(shape, kind, given - WHOLE)).parts():
-        share = 1.0 if setting == WHOLE else part.cost.rerun_share * bool(setting & part.rerun_by)
-        if shape.mlp_sequence_tiles and part.name in TILED_PARTS:
-            share = 2.0 if setting == WHOLE else 1.0  # Again after its whole layer did.
-        found.append(part._replace(cost=part.cost._replace(rerun_share=share)))
-    return tuple(found)
+def parts_of_kind(shape: ModelShape, kind: LayerKind, setting: LayerSetting) -> tuple[Part, ...]:
+    """Return the parts of such a layer; the shape is one that recomputes nothing.
+
+    All of a layer that is recomputed as a whole is saved in its rerun.
+    """
+    return tuple(_Layer(shape, kind, setting).parts())
 
 
-def saved_tensors(shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None) -> Saved:
-    """Return the tensors of each part that saves any, in forward order: see :func:`layer_parts`.
+def saved_tensors(shape: ModelShape, layer: int) -> Saved:
+    """Return the tensors of each part that saves any, in forward order.
 
     A layer that is recomputed as a whole saves its input, if a checkpoint starts there.
     """
-    setting = shape.setting_of(layer) if setting is None else setting
-    if setting == WHOLE:
-        starts = layer in shape.checkpoint_starts
-        hidden = _Layer(shape, shape.kind_of(layer), NOTHING).hidden
-        name = input_name(shape.kind_of(layer))
-        tensor = SavedTensor(name, hidden, hidden * shape.element_bytes)
-        return {CHECKPOINT_INPUTS: (tensor,)} if starts else {}
-    return {part.name: part.saved for part in layer_parts(shape, layer, setting) if part.saved}
+    kind, setting = shape.kind_and_setting(layer)
+    if setting != WHOLE:
+        return {part.name: part.saved for part in layer_parts(shape, layer) if part.saved}
+    tensor = SavedTensor(input_name(kind), shape.hidden_numel, shape.hidden_bytes)
+    return {CHECKPOINT_INPUTS: (tensor,)} if layer in shape.checkpoint_starts else {}
 
 
 def savers_of(saved: Saved) -> dict[str, tuple[SavedTensor, list[str]]]:
@@ -220,13 +206,11 @@ def savers_of(saved: Saved) -> dict[str, tuple[SavedTensor, list[str]]]:
     return found
 
 
-def marked_modules(
-    shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None
-) -> tuple[str, ...]:
+def marked_modules(shape: ModelShape, layer: int) -> tuple[str, ...]:
     """Return the parts of a layer that can be marked as groups, in layer order."""
-    if (shape.setting_of(layer) if setting is None else setting) == WHOLE:
-        return (CHECKPOINT_INPUTS,) if layer in shape.checkpoint_starts else ()
-    return tuple(part.name for part in layer_parts(shape, layer, setting) if part.is_marked)
+    if shape.setting_of(layer) == WHOLE:
+        return tuple(saved_tensors(shape, layer))
+    return tuple(part.name for part in layer_parts(shape, layer) if part.is_marked)
 
 
 def recomputable_parts(shape: ModelShape, kind: LayerKind) -> LayerSetting:
@@ -251,9 +235,8 @@ def input_name(kind: LayerKind) -> str:
 def head_costs(shape: ModelShape) -> dict[str, Cost]:
     """Return the costs of the final norm, output layer and loss, in forward order."""
     logits = shape.tokens * shape.vocab_size / shape.parallelism.tp
-    norm = 2.0 * shape.region_tokens * shape.hidden_size * shape.element_bytes
     found = {
-        "final_norm": Cost(0.0, norm),
+        "final_norm": Cost(0.0, 2.0 * shape.hidden_bytes),
         OUTPUT_LAYER: Cost(2 * logits * shape.hidden_size, logits * shape.element_bytes),
         # Float32 logits are read and written a few times.
         "loss": Cost(0.0, logits * 4 * _LOSS_PASSES),
@@ -270,30 +253,24 @@ def attended_pairs(shape: ModelShape) -> float:
     return (length * window - window * window / 2) / shape.parallelism.cp
 
 
-Tensors = tuple[SavedTensor, ...]
-
-
 class _Layer:
-    """Lists the parts of one layer; ``setting`` has what tiles recompute, but never the whole."""
+    """Lists the parts of one layer."""
 
     def __init__(self, shape: ModelShape, kind: LayerKind, setting: LayerSetting) -> None:
-        self.hidden = shape.region_tokens * shape.hidden_size
-        """Elements of a hidden state."""
-        self._shape, self._kind, self._setting = shape, kind, setting
+        self._shape, self._kind = shape, kind
+        self._is_whole = setting == WHOLE
+        self._setting = setting_with_tiles(shape, kind, setting - WHOLE)
+        """What is recomputed beside the whole layer."""
         self._parts: list[Part] = []
         self._stream = input_name(kind)
 
     def parts(self) -> list[Part]:
-        if "*" in self._kind:
-            self._attention()
-        if self._kind == "M":
-            self._mamba()
-        if self._kind == "G":
-            self._gated_delta_net()
-        if self._kind == "/":
-            self._further_tokens()
-        if has_feed_forward(self._kind):
-            self._feed_forward()
+        add_parts = {
+            **{"*": self._attention, "M": self._mamba, "G": self._gated_delta_net},
+            **{"/": self._further_tokens, "-": self._mlp, "E": self._experts},
+        }
+        for letter in self._kind:
+            add_parts[letter]()
         return self._parts
 
     def _add(
@@ -301,26 +278,34 @@ class _Layer:
         name: str,
         cost: Cost,
         saved: Tensors = (),
-        given: Optional[Mapping[str, int]] = None,
+        given: Tensors = (),
         *,
-        taken: Optional[Mapping[str, int]] = None,
+        taken: Optional[Tensors] = None,
         inside: int = 0,
         rerun_by: str = "",
         rerun_share: float = 1.0,
+        of_checkpoint: Tensors = (),
         is_marked: bool = True,
     ) -> None:
         """Add a part, which by default takes what the part before it gives.
 
-        ``rerun_by`` has names with spaces between them.
+        ``rerun_by`` has names with spaces between them. If one of them is a checkpoint, the part
+        saves only ``of_checkpoint`` for it.
         """
         modules = frozenset(rerun_by.split())
+        if modules & CHECKPOINTS & self._setting:  # Nothing is marked in its rerun.
+            saved, is_marked = of_checkpoint, False
         if taken is None:
-            taken = self._parts[-1].given if self._parts else self._hidden_bytes(self._stream)
-        # Nothing is marked in the rerun of a checkpoint.
-        is_marked = is_marked and name in MODULES and not modules & CHECKPOINTS & self._setting
+            taken = self._parts[-1].given if self._parts else (self._hidden_state(self._stream),)
+        if self._shape.mlp_sequence_tiles and name in TILED_PARTS:
+            rerun_share = 2.0 if self._is_whole else 1.0  # Again after its whole layer did.
+        elif self._is_whole:
+            rerun_share = 1.0
+        elif not modules & self._setting:
+            rerun_share = 0.0
         self._parts.append(
-            Part(name, cost._replace(rerun_share=rerun_share), saved, self._stream, taken,
-                 given or {}, inside, modules, is_marked)
+            Part(name, cost._replace(rerun_share=rerun_share), saved, self._stream, taken, given,
+                 inside, modules, is_marked and name in MODULES)
         )  # fmt: skip
 
     def _add_norm(
@@ -330,18 +315,21 @@ class _Layer:
 
         A fused norm runs again with its linear layer, for ``module``.
         """
-        again = self._recomputes("layernorm") and not is_fused
-        norm = self._norm(taken, self._shape.region_tokens, self._shape.hidden_size, again)
-        self._add(name, self._moved(2), () if is_fused else norm, self._hidden_bytes(normed.name),
-                  rerun_by=module if is_fused else "layernorm", is_marked=not is_fused)  # fmt: skip
+        shape, given = self._shape, (self._hidden_state(normed.name),)
+        norm = self._norm(taken, shape.region_tokens, shape.hidden_size)
         if is_fused:
-            return norm[:1] if self._recomputes(module) else (*norm, normed)
+            self._add(name, self._moved(2), (), given, rerun_by=module, is_marked=False)
+            return (*norm, normed)
+        again = self._recomputes("layernorm")
+        saved = (self._hidden_state(taken),) if again else norm
+        self._add(name, self._moved(2), saved, given, rerun_by="layernorm")
         return () if again else (normed,)
 
-    def _add_residual(self, name: str, mask: str, given: str) -> None:
+    def _add_residual(self, half: str, given: str) -> None:
         has_dropout = self._shape.hidden_dropout > 0
-        saved = (self._dropout_mask(mask, self.hidden),) if has_dropout else ()
-        self._add(name, self._moved(3), saved, self._hidden_bytes(given))
+        mask = self._dropout_mask(f"{half}_dropout_mask", self._shape.hidden_numel)
+        saved = (mask,) if has_dropout else ()
+        self._add(f"{half}_residual", self._moved(3), saved, (self._hidden_state(given),))
         self._stream = given
 
     def _attention(self) -> None:
@@ -350,59 +338,51 @@ class _Layer:
         groups, key_width, value_width = shape.attention_sizes
         # The down-projections of queries and of keys and values are two layers.
         normed = self._input_norm(2 if latent and shape.fp8_recipe else 1)
-        query, key, value = self._query_key_value()
-        heads_bytes = _bytes_of(query, key, value)
-        share = 1.0
+        query, key, value = heads_read = self._query_key_value()
+        share, by, projections = 1.0, "", self._qk_norms()
         if latent:
+            by, projections = "mla_up_proj", self._latent_projections(latent)
             up, down = self._latent_weights(latent)
             # Ranks of a tensor-parallel group have all down-projections, each for its own tokens.
             up_flops, down_flops = 2.0 * tokens * up, 2.0 * shape.region_tokens * down
             share = up_flops / (up_flops + down_flops)
-            project = self._linear(up + down, self.hidden, up_flops + down_flops)
-            projections = self._latent_projections(latent)
+            project = self._linear(up + down, shape.hidden_numel, up_flops + down_flops)
         else:
             weights = hidden * (heads + 2 * groups) * shape.head_dim
-            project, projections = self._linear(weights, self.hidden), self._qk_norms()
-        by = "mla_up_proj" if latent else ""
+            project = self._linear(weights, shape.hidden_numel)
         saved = (*normed, *projections)
-        self._add("qkv_linear", project, saved, heads_bytes, rerun_by=by, rerun_share=share)
-        moved = sum(
-            tokens * count * width * size
-            for count, width in ((heads, key_width), (groups, key_width), (groups, value_width))
-        )
+        self._add("qkv_linear", project, saved, heads_read, rerun_by=by, rerun_share=share)
+        moved = heads * key_width + groups * (key_width + value_width)
         is_fused = bool(shape.apply_rope_fusion or latent)
         tables = () if is_fused else self._rotary_tables(shape.head_dim)
-        self._add("rotary", Cost(0.0, 2.0 * moved), tables, heads_bytes, rerun_by=by)
-        pairs, scores = shape.micro_batch_size * heads * attended_pairs(shape), 0.0
-        has_scores = shape.attention_backend in ("unfused", "local")
-        if has_scores:  # The softmax and the two products write and read all scores.
-            pairs *= 2
-            scores = 4.0 * pairs * size
-        cost = Cost(2.0 * pairs * (key_width + value_width), scores,
-                    ATTENTION_BACKWARD_PER_FORWARD, "attention")  # fmt: skip
+        rotary = Cost(0.0, 2.0 * tokens * moved * size)
+        self._add("rotary", rotary, tables, heads_read, rerun_by=by)
         output = self._tensor("attention_output", tokens * heads * value_width)
         of_proj = output
         if shape.fp8_recipe:
             of_proj = self._input("attention_output_quantized", output.numel)
-        if shape.parallelism.cp > 1 and "a2a" in shape.parallelism.cp_comm_type:
-            # Saved before heads and tokens are transposed back.
+        # With all-to-all, a rank has the whole sequence of some heads.
+        is_whole = shape.parallelism.cp > 1 and "a2a" in shape.parallelism.cp_comm_type
+        if is_whole:  # Saved before heads and tokens are transposed back.
             output = output._replace(name="attention_output_by_heads")
         inner: Tensors = (output, self._float32("log_sum_exp", tokens * heads))
-        if has_scores:
+        pairs, scores, inside = shape.micro_batch_size * heads * attended_pairs(shape), 0.0, 0
+        if self._has_scores:  # The softmax and the two products write and read all scores.
+            pairs *= 2
+            scores = 4.0 * pairs * size
             inner, output = self._scores(), of_proj
-        inside = sum(_bytes_of(query, key, value, *inner).values()) if has_scores else 0
+            inside = sum(tensor.nbytes for tensor in (*heads_read, *inner))
+        cost = Cost(2.0 * pairs * (key_width + value_width), scores,
+                    ATTENTION_BACKWARD_PER_FORWARD, "attention")  # fmt: skip
         if shape.deterministic_mode and shape.attention_backend == "fused":
-            # With all-to-all, a rank has the whole sequence of some heads.
-            is_whole = "a2a" in shape.parallelism.cp_comm_type
             inside = tokens * heads * (shape.seq_length if is_whole else shape.sequence) * size
-        saved = (*(() if self._recomputes("mla_up_proj") else (query, key, value)), *inner)
-        if self._recomputes("core_attn"):
-            kept = KEPT_BY_RECOMPUTATION
-            saved = tuple(each._replace(kept_by=kept) for each in (query, key, value))
-        self._add("core_attn", cost, saved, _bytes_of(output), inside=inside, rerun_by="core_attn")
+        saved = inner if self._recomputes("mla_up_proj") else (*heads_read, *inner)
+        kept = tuple(each._replace(kept_by=KEPT_BY_RECOMPUTATION) for each in heads_read)
+        self._add("core_attn", cost, saved, (output,), inside=inside, rerun_by="core_attn",
+                  of_checkpoint=kept)  # fmt: skip
         project = self._linear(hidden * heads * value_width, of_proj.numel)
         self._add("attn_proj", project, (of_proj,))
-        self._add_residual("attn_residual", "attn_dropout_mask", "attended")
+        self._add_residual("attn", "attended")
 
     def _mamba(self) -> None:
         shape, mamba, tp = self._shape, self._shape.mamba, self._shape.parallelism.tp
@@ -423,12 +403,11 @@ class _Layer:
         # The convolution writes what the scan reads; the scan's output is written with its gate
         # too, and read and written by a norm.
         moved = scanned + 2 * convolved + 2 * inner + 2 * inner
-        norm = self._norm("layer_input", shape.region_tokens, hidden)
-        self._add("mamba_norm", self._moved(2), (), self._hidden_bytes("normed_input"))
+        normed = self._input("normed_input", shape.hidden_numel)
+        saved = self._add_norm("mamba_norm", "layer_input", normed, is_fused=True)
         into = self._tensor("mamba_projected", tokens * scanned)
-        saved = (*norm, self._input("normed_input", self.hidden))
-        project = self._linear(hidden * projected, self.hidden)
-        self._add("mamba_in_proj", project, saved, _bytes_of(into))
+        project = self._linear(hidden * projected, shape.hidden_numel)
+        self._add("mamba_in_proj", project, saved, (into,))
         out = self._input("mamba_normed", tokens * inner)
         self._add(
             "mamba_scan",
@@ -440,12 +419,12 @@ class _Layer:
                 self._tensor("mamba_output", tokens * inner),
                 self._float32("mamba_output_deviation", tokens * groups),
             ),
-            _bytes_of(out),
+            (out,),
             # What backward computes again, and its gradient.
             inside=2 * (tokens * convolved * size + 4 * tokens * inner * state // MAMBA_CHUNK),
         )  # fmt: skip
         self._add("mamba_out_proj", self._linear(hidden * inner, out.numel), (out,))
-        self._add_residual("mamba_residual", "mamba_dropout_mask", "attended")
+        self._add_residual("mamba", "attended")
 
     def _gated_delta_net(self) -> None:
         shape, net, tp = self._shape, self._shape.gated_delta_net, self._shape.parallelism.tp
@@ -465,8 +444,8 @@ class _Layer:
         moved = 4 * (2 * keys + values) + 2 * (2 * repeated + values) + values
         normed = self._input_norm()
         into = self._tensor("gdn_projected", tokens * projected)
-        project = self._linear(hidden * projected, self.hidden)
-        self._add("gdn_in_proj", project, normed, _bytes_of(into))
+        project = self._linear(hidden * projected, shape.hidden_numel)
+        self._add("gdn_in_proj", project, normed, (into,))
         numel = tokens * values
         inner = (
             self._tensor("gdn_query_key", tokens * 2 * keys),
@@ -474,7 +453,6 @@ class _Layer:
             self._tensor("gdn_key", tokens * repeated),
             self._tensor("gdn_value", numel),
         )
-        output, out = ({name: inner[3].nbytes} for name in ("gdn_output", "gdn_normed"))
         self._add(
             "gdn_rule",
             Cost(2.0 * tokens * products, 1.0 * tokens * moved * size, SCAN_BACKWARD_PER_FORWARD,
@@ -492,94 +470,99 @@ class _Layer:
                 self._tensor("gdn_output_normed", numel),
                 *self._compiled("gdn_gate", "gdn_gate_activated", numel),
             ),
-            output,
-            inside=sum(_bytes_of(*inner).values()),
+            (self._tensor("gdn_output", numel),),
+            inside=sum(tensor.nbytes for tensor in inner),
         )  # fmt: skip
-        self._add("gdn_norm", Cost(0.0, 5.0 * tokens * values * size), (), out)
-        normed = (self._input("gdn_normed", numel),)
-        self._add("gdn_out_proj", self._linear(hidden * values, numel), normed)
-        self._add_residual("attn_residual", "attn_dropout_mask", "attended")
+        norm = Cost(0.0, 5.0 * tokens * values * size)
+        self._add("gdn_norm", norm, (), (self._tensor("gdn_normed", numel),))
+        saved = (self._input("gdn_normed", numel),)
+        self._add("gdn_out_proj", self._linear(hidden * values, numel), saved)
+        self._add_residual("attn", "attended")
 
     def _further_tokens(self) -> None:
         """Add a norm, and the norms and projection that join its output with the next embedding."""
         shape = self._shape
         names = ("layer_input", "further_state", "further_embedding")
         norms = [self._norm(name, shape.region_tokens, shape.hidden_size) for name in names]
-        joined = self._input("further_joined", 2 * self.hidden)
+        joined = self._input("further_joined", 2 * shape.hidden_numel)
         moved = 3 * self._moved(2).traffic_bytes + 2.0 * joined.numel * shape.element_bytes
-        self._add("further_norms", Cost(0.0, moved), sum(norms, ()), _bytes_of(joined))
+        self._add("further_norms", Cost(0.0, moved), sum(norms, ()), (joined,))
         self._stream = "further_state"
         project = self._linear(2 * shape.hidden_size**2 // shape.parallelism.tp, joined.numel)
-        self._add("further_proj", project, (joined,), self._hidden_bytes("attended"))
+        self._add("further_proj", project, (joined,), (self._hidden_state("attended"),))
 
-    def _feed_forward(self) -> None:
-        has_experts = "E" in self._kind
-        is_fused = self._shape.uses_transformer_engine and not has_experts
-        make = self._tensor if has_experts else self._input  # The router is in 16 bits.
-        normed = make("normed_attended", self.hidden)
+    def _mlp(self) -> None:
+        is_fused = self._shape.uses_transformer_engine
+        normed = self._input("normed_attended", self._shape.hidden_numel)
         saved = self._add_norm("mlp_norm", "attended", normed, is_fused, "mlp")
-        if has_experts:
-            self._experts(saved)
-        else:
-            self._mlp(saved)
-        self._add_residual("mlp_residual", "mlp_dropout_mask", "layer_output")
-
-    def _mlp(self, normed: Tensors) -> None:
         rows, width = self._shape.feed_forward_sizes(self._kind)
         first, activation, second = self._products(rows, width)
-        activated, product, into, out = self._between("mlp", rows, width)
-        saved = ((), ()) if self._recomputes("mlp") else (activated, product)
-        self._add("mlp_fc1", first, normed, into, rerun_by="mlp")
-        self._add("mlp_act", activation, saved[0], out, rerun_by="mlp")
-        self._add("mlp_fc2", second, saved[1], rerun_by="mlp")
+        activated, given, product = self._between("mlp", rows, width)
+        self._add("mlp_fc1", first, saved, activated[:1], rerun_by="mlp", of_checkpoint=saved[:1])
+        self._add("mlp_act", activation, activated, (given,), rerun_by="mlp")
+        self._add("mlp_fc2", second, (product,), rerun_by="mlp")
+        self._add_residual("mlp", "layer_output")
 
-    def _experts(self, normed: Tensors) -> None:
+    def _experts(self) -> None:
         shape, experts = self._shape, self._shape.experts
         assert experts is not None
-        hidden, size, again = shape.hidden_size, shape.element_bytes, self._recomputes("moe")
+        normed = self._hidden_state("normed_attended")  # The router is in 16 bits.
+        saved = self._add_norm("mlp_norm", "attended", normed, is_fused=False)
+        hidden, one_copy = shape.hidden_size, normed.nbytes
         rows, width = shape.feed_forward_sizes(self._kind)
-        one_copy = self.hidden * size
         routed = one_copy * experts.topk
         weights = hidden * experts.num_experts
         scores = self._float32("router_scores", shape.region_tokens * experts.num_experts)
-        sent, received = ({f"expert_{end}": rows * hidden * size} for end in ("input", "output"))
+        sent = self._tensor("expert_input", rows * hidden)
+        received = self._tensor("expert_output", rows * hidden)
         router = Cost(2.0 * shape.region_tokens * weights, one_copy + 2.0 * routed, weights=weights)
-        self._add("router", router, normed if again else (*normed, scores), sent, rerun_by="moe")
+        self._add("router", router, (*saved, scores), (sent,), rerun_by="moe", of_checkpoint=saved)
         if experts.shared_ffn_hidden_size:
-            self._shared_experts(normed, experts.shared_ffn_hidden_size // shape.parallelism.tp)
-        _, product, into, out = self._between("expert", rows, width)
+            self._shared_experts(saved, experts.shared_ffn_hidden_size // shape.parallelism.tp)
         num_local = experts.num_experts // shape.parallelism.ep
         first, activation, second = (
             cost._replace(weights=cost.weights * num_local) for cost in self._products(rows, width)
         )
-        is_again, is_whole = self._recomputes("moe_act"), not shape.mlp_sequence_tiles
-        entering = () if again else (self._input("expert_input", rows * hidden),)
-        activated = () if again else self._expert_activation(rows, width)
-        product = () if again or is_again else product
-        self._add("expert_fc1", first, entering, into, taken=sent, rerun_by="moe",
-                  is_marked=is_whole)  # fmt: skip
-        self._add("moe_act", activation, activated, out, rerun_by="moe moe_act", is_marked=is_whole)
-        self._add("expert_fc2", second, product, received, rerun_by="moe", is_marked=not is_again)
+        activated, given, product = self._between("expert", rows, width)
+        into, is_tiled = activated[:1], shape.mlp_sequence_tiles
+        if is_tiled:  # What goes in is 'expert_input'.
+            activated = ()
+        elif self._recomputes("moe_act"):
+            activated = into
+        elif not shape.bias_activation_fusion:
+            activated += (self._tensor("expert_unweighted", rows * width),)
+        activated += (self._tensor("routing_probabilities", rows),)
+        entering, is_again = self._input("expert_input", rows * hidden), self._recomputes("moe_act")
+        self._add("expert_fc1", first, (entering,), into, taken=(sent,), rerun_by="moe",
+                  is_marked=not is_tiled)  # fmt: skip
+        self._add("moe_act", activation, activated, (given,), rerun_by="moe moe_act",
+                  is_marked=not is_tiled)  # fmt: skip
+        self._add("expert_fc2", second, () if is_again else (product,), (received,),
+                  rerun_by="moe", is_marked=not is_again)  # fmt: skip
         self._add("combine", Cost(0.0, routed + one_copy), rerun_by="moe")
+        self._add_residual("mlp", "layer_output")
 
     def _shared_experts(self, normed: Tensors, width: int) -> None:
         shape, tokens = self._shape, self._shape.tokens
-        saved = normed
-        if not self._recomputes("shared_experts"):
-            if shape.fp8_recipe and normed:
-                normed = (self._input("normed_attended_quantized", self.hidden),)
-            activated, product, *_ = self._between("shared", tokens, width)
-            saved = (*normed, *activated, *product)
         first, activation, second = self._products(tokens, width)
         cost = first._replace(
             flops=first.flops + second.flops,
             traffic_bytes=first.traffic_bytes + activation.traffic_bytes + second.traffic_bytes,
             weights=first.weights + second.weights,
         )
-        inside = tokens * width * shape.element_bytes * (self._gate_factor + 1)
-        saved = () if self._recomputes("moe") else saved
-        self._add("shared_experts", cost, saved, taken=self._hidden_bytes("normed_attended"),
-                  inside=inside, rerun_by="moe shared_experts")  # fmt: skip
+        activated, _, product = self._between("shared", tokens, width)
+        read = normed
+        if shape.fp8_recipe and normed:
+            read = (self._input("normed_attended_quantized", shape.hidden_numel),)
+        self._add(
+            "shared_experts",
+            cost,
+            (*read, *activated, product),
+            taken=(self._hidden_state("normed_attended"),),
+            inside=tokens * width * shape.element_bytes * (self._gate_factor + 1),
+            rerun_by="moe shared_experts",
+            of_checkpoint=() if self._recomputes("moe") else normed,
+        )
 
     # Costs
 
@@ -606,7 +589,7 @@ class _Layer:
         return Cost(flops, input_numel * each, kind=kind, weights=weights)
 
     def _moved(self, times: int) -> Cost:
-        return Cost(0.0, float(times) * self.hidden * self._shape.element_bytes)
+        return Cost(0.0, float(times) * self._shape.hidden_bytes)
 
     def _latent_weights(self, latent: LatentAttention) -> tuple[int, int]:
         shape, hidden = self._shape, self._shape.hidden_size
@@ -624,15 +607,13 @@ class _Layer:
     def _input_norm(self, copies: int = 1) -> Tensors:
         has_latent_attention = "*" in self._kind and self._shape.latent_attention is not None
         is_fused = self._shape.uses_transformer_engine and not has_latent_attention
-        normed = self._input("normed_input", copies * self.hidden)
+        normed = self._input("normed_input", copies * self._shape.hidden_numel)
         return self._add_norm("attn_norm", "layer_input", normed, is_fused)
 
-    def _norm(self, name: str, rows: int, width: int, is_recomputed: bool = False) -> Tensors:
+    def _norm(self, name: str, rows: int, width: int) -> Tensors:
         """Return the tensors that a norm of ``[rows, width]`` saves, its input first."""
         shape = self._shape
         taken = self._tensor(name, rows * width)
-        if is_recomputed:
-            return (taken,)
         if shape.uses_transformer_engine:
             names = ("deviation", "mean") if shape.normalization == "LayerNorm" else ("deviation",)
             return (taken, *(self._float32(f"{name}_{each}", rows) for each in names))
@@ -681,20 +662,24 @@ class _Layer:
         norm = (latent, *norm[1:]) if self._shape.uses_transformer_engine else norm
         return (*norm, self._input(f"normed_{name}", tokens * width))
 
+    @property
+    def _has_scores(self) -> bool:
+        return self._shape.attention_backend in ("unfused", "local")
+
     def _query_key_value(self) -> tuple[SavedTensor, SavedTensor, SavedTensor]:
         shape, latent = self._shape, self._shape.latent_attention
         groups, key_width, value_width = shape.attention_sizes
-        stored = shape.tokens * groups * value_width
-        if shape.attention_backend in ("unfused", "local"):
-            if groups == shape.heads and not latent and shape.attention_backend == "local":
+        stored = groups * value_width
+        if self._has_scores:
+            if groups == shape.heads and not latent and not shape.uses_transformer_engine:
                 # Values are a view of the projection's output, all of which is kept.
-                stored = shape.tokens * (shape.heads + 2 * groups) * shape.head_dim
+                stored = (shape.heads + 2 * groups) * shape.head_dim
             groups = shape.heads  # Keys and values are repeated for each query head.
-            stored = max(stored, shape.tokens * groups * value_width)
+            stored = max(stored, groups * value_width)
         return (
             self._tensor("query", shape.tokens * shape.heads * key_width),
             self._tensor("key", shape.tokens * groups * key_width),
-            self._tensor("value", stored),
+            self._tensor("value", shape.tokens * stored),
         )
 
     def _scores(self) -> Tensors:
@@ -722,36 +707,22 @@ class _Layer:
         names = ("query_cosines", "query_sines", "key_cosines", "key_sines")
         return tuple(self._tensor(name, self._shape.sequence * width) for name in names)
 
-    def _expert_activation(self, rows: int, width: int) -> Tensors:
-        """Return the tensors of the activation function and the routing-probability product."""
-        shape = self._shape
-        probabilities = self._tensor("routing_probabilities", rows)
-        if shape.mlp_sequence_tiles:  # What goes in is 'expert_input'.
-            return (probabilities,)
-        tensors, *_ = self._between("expert", rows, width)
-        if self._recomputes("moe_act"):
-            return tensors[0], probabilities
-        if not shape.bias_activation_fusion:
-            tensors = (*tensors, self._tensor("expert_unweighted", rows * width))
-        return (*tensors, probabilities)
-
     def _between(
         self, prefix: str, rows: int, width: int
-    ) -> tuple[Tensors, Tensors, dict[str, int], dict[str, int]]:
-        """Return what an activation function and the linear layer after it save.
+    ) -> tuple[Tensors, SavedTensor, SavedTensor]:
+        """Return what an activation function saves, its input first, and what it gives.
 
-        Also the bytes that go into the function and come out of it.
+        Also what the linear layer after it saves.
         """
         shape, numel = self._shape, rows * width
-        tensors: Tensors = (self._tensor(f"{prefix}_projected", numel * self._gate_factor),)
-        into, out = _bytes_of(*tensors), _bytes_of(self._tensor(f"{prefix}_activated", numel))
+        saved: Tensors = (self._tensor(f"{prefix}_projected", numel * self._gate_factor),)
         if shape.gated_linear_unit and not shape.bias_activation_fusion:
-            halves = (f"{prefix}_gate", f"{prefix}_linear")
-            tensors += tuple(self._tensor(name, numel) for name in halves)
-        return tensors, (self._input(f"{prefix}_activated", numel),), into, out
+            saved += tuple(self._tensor(f"{prefix}_{half}", numel) for half in ("gate", "linear"))
+        name = f"{prefix}_activated"
+        return saved, self._tensor(name, numel), self._input(name, numel)
 
-    def _hidden_bytes(self, name: str) -> dict[str, int]:
-        return {name: self.hidden * self._shape.element_bytes}
+    def _hidden_state(self, name: str) -> SavedTensor:
+        return self._tensor(name, self._shape.hidden_numel)
 
     def _compiled(self, name: str, more: str, numel: int) -> Tensors:
         """Return what a gated delta net's function saves: less if it is compiled."""
@@ -774,7 +745,3 @@ class _Layer:
 
     def _float32(self, name: str, numel: int) -> SavedTensor:
         return SavedTensor(name, numel, 4 * numel)
-
-
-def _bytes_of(*tensors: SavedTensor) -> dict[str, int]:
-    return {tensor.name: tensor.nbytes for tensor in tensors}

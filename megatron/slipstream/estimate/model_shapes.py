@@ -304,6 +304,15 @@ class ModelShape:
         return self.tokens // (self.parallelism.tp if is_divided else 1)
 
     @property
+    def hidden_numel(self) -> int:
+        """Elements of the hidden states of a micro-batch in norms and residuals."""
+        return self.region_tokens * self.hidden_size
+
+    @property
+    def hidden_bytes(self) -> int:
+        return self.hidden_numel * self.element_bytes
+
+    @property
     def expert_tokens(self) -> int:
         """Input rows of a rank's experts with even routing.
 

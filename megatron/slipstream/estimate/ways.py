@@ -296,7 +296,7 @@ class SizedModel:
         # By default megatron-core's engine moves the modules that it marks, a budget ours, too.
         marked = usable_modules(shape.with_setting(NOTHING))
         layers = range(shape.num_layers)
-        more = itertools.chain(*(marked_modules(shape, layer, NOTHING) for layer in layers))
+        more = itertools.chain(*(marked_modules(shape.plain, layer) for layer in layers))
         return marked, tuple(dict.fromkeys((*marked, *more)))
 
     def _variant(self, tiles: Tiles) -> tuple[Workplan, dict[int, RankTemplates]]:

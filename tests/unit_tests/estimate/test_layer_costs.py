@@ -37,7 +37,9 @@ def layer_costs(
     shape: ModelShape, layer: int, setting: Optional[LayerSetting] = None
 ) -> dict[str, Cost]:
     """The costs of a layer's parts, in forward order."""
-    return {part.name: part.cost for part in layer_parts(shape, layer, setting)}
+    if setting is not None:
+        shape = replace(shape, layer_settings=(setting,) * shape.num_layers)
+    return {part.name: part.cost for part in layer_parts(shape, layer)}
 
 
 def flops(shape: ModelShape) -> float:

@@ -278,11 +278,11 @@ def test_linear_layers_in_fp8_save_copies_of_their_own() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"experts": EXPERTS}, {"latent_attention": LATENT}])
 def test_a_recomputed_layer_saves_its_input(changes: dict[str, Any]) -> None:
-    shape = replace(DENSE, **changes)
-    (tensor,) = saved_tensors(shape, 0, WHOLE)["checkpoint_inputs"]
+    shape = replace(DENSE, layer_settings=(WHOLE,) * 8, **changes)
+    (tensor,) = saved_tensors(shape, 0)["checkpoint_inputs"]
     assert (tensor.name, tensor.nbytes) == ("layer_input", 256 * 512 * 2)
-    assert marked_modules(shape, 0, WHOLE) == ("checkpoint_inputs",)
-    assert saved_tensors(shape.with_setting(WHOLE), 0) == saved_tensors(shape, 0, WHOLE)
+    assert marked_modules(shape, 0) == ("checkpoint_inputs",)
+    assert saved_tensors(shape.with_setting(WHOLE), 0) == saved_tensors(shape, 0)
 
 
 def test_a_checkpoint_of_several_layers_saves_the_input_of_the_first() -> None:
@@ -297,7 +297,7 @@ def test_each_layer_saves_what_its_setting_leaves() -> None:
     settings_ = (NOTHING, WHOLE, frozenset({"mlp"}), *[NOTHING] * 5)
     shape = replace(DENSE, layer_settings=settings_)
     for layer, setting in enumerate(settings_):
-        assert saved_tensors(shape, layer) == saved_tensors(DENSE, layer, setting)
+        assert saved_tensors(shape, layer) == saved_tensors(DENSE.with_setting(setting), layer)
 
 
 def test_layers_are_divided_in_the_order_of_the_model() -> None:
