@@ -66,8 +66,8 @@ def host_state_bytes(shape: ModelShape, pp_rank: int) -> int:
 
 def _optimized(shape: ModelShape, pp_rank: int) -> float:
     par, found = shape.parallelism, num_parameters(shape, pp_rank)
-    ranks = par.dp * par.cp if par.shards_optimizer else 1
-    expert_ranks = 1
-    if par.shards_optimizer:
-        expert_ranks = max(1, ranks * par.tp // (par.ep * par.etp))
+    if not par.shards_optimizer:
+        return found.total
+    ranks = par.dp * par.cp
+    expert_ranks = max(1, ranks * par.tp // (par.ep * par.etp))
     return found.dense / ranks + found.experts / expert_ranks

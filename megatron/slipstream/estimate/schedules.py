@@ -89,12 +89,10 @@ def idle_ms(
 
 def _source(rank: int, item: Pass, pp_size: int, num_stages: int) -> Optional[tuple[int, Pass]]:
     """Return the rank and pass that produce a pass's input; None if it waits for none."""
-    if item.direction == "F":
-        rank, stage = (rank - 1, item.vp_stage) if rank else (pp_size - 1, item.vp_stage - 1)
-        return None if stage < 0 else (rank, item._replace(vp_stage=stage))
-    if rank == pp_size - 1 and item.vp_stage == num_stages - 1:
-        return None  # Its input is its own forward, which is earlier in the schedule.
-    rank, stage = (rank + 1, item.vp_stage) if rank < pp_size - 1 else (0, item.vp_stage + 1)
+    place = item.vp_stage * pp_size + rank + (-1 if item.direction == "F" else 1)
+    if place not in range(pp_size * num_stages):
+        return None  # A backward's input is then its own forward, earlier in the schedule.
+    stage, rank = divmod(place, pp_size)
     return rank, item._replace(vp_stage=stage)
 
 

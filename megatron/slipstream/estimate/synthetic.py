@@ -180,24 +180,25 @@ def _template(work: Workplan, shape: ModelShape, chunk: Chunk) -> Template:
     )
 
 
+_Span = tuple[int, str, Sequence[str]]
+"""A group's index and name, and the parts of its layer between its marks."""
+
+
 class _Marker:
     """Divides passes through layers by the marks of their groups."""
 
     def __init__(self, work: Workplan, shape: ModelShape, chunk: Chunk) -> None:
         self._plan, self._shape = work, shape
-        self._spans: dict[int, dict[str, Sequence[str]]] = {}
         self.groups: list[TemplateGroup] = []
         self.storages: list[TemplateStorage] = []
-        self._group_of = {
+        self._spans = {
             layer: self._add_layer(layer, place == 0) for place, layer in enumerate(chunk.layers)
         }
 
-    def _add_layer(self, layer: int, is_first: bool) -> dict[str, int]:
+    def _add_layer(self, layer: int, is_first: bool) -> list[_Span]:
         work, saved = self._plan, saved_tensors(self._shape, layer)
         marked = [name for name in marked_modules(self._shape, layer) if name in work.modules]
         group_of = {name: len(self.groups) + place for place, name in enumerate(marked)}
-        parts = [part.name for part in layer_parts(self._shape, layer)]
-        self._spans[layer] = {name: _span(name, parts) for name in marked}
         with_small: set[int] = set()
         for name, (tensor, savers) in savers_of(saved).items():
             groups = tuple(group_of[part] for part in savers if part in group_of)
@@ -210,30 +211,23 @@ class _Marker:
         for name, group in group_of.items():
             stays = (Staying.SMALL.text,) if group in with_small else ()
             self.groups.append(TemplateGroup(name, stays))
-        return group_of
+        parts = [part.name for part in layer_parts(self._shape, layer)]
+        return [(group, name, _span(name, parts)) for name, group in group_of.items()]
 
     def forward(self, stretches: Iterable[Stretch]) -> Iterator[Event]:
-        output = -1  # Marks of the output layer are counted: further tokens have their own.
+        outputs = itertools.count(-2, -1)  # Counted, since further tokens have their own.
         for stretch in stretches:
-            groups = self._group_of.get(stretch.layer, {})
-            is_output = stretch.part == OUTPUT_LAYER
-            output -= is_output
-            spans = self._spans.get(stretch.layer, {})
-            for name, span in spans.items():
-                if stretch.part == span[0]:
-                    yield Mark(StepKind.FORWARD_START, groups[name], name)
-            if is_output:  # [Note: Marks of no group]
-                yield Mark(StepKind.OUTPUT_START, output, OUTPUT_LAYER)
-            yield self._work(stretch)
-            if is_output:
-                yield Mark(StepKind.OUTPUT_END, output, OUTPUT_LAYER)
-            for name, span in reversed(spans.items()):  # Groups end inside of others.
-                if stretch.part == span[-1] and name != CHECKPOINT_INPUTS:
-                    yield Mark(StepKind.FORWARD_COMMIT, groups[name], name)
-        for groups in self._group_of.values():  # A checkpoint ends with its last layer.
-            if CHECKPOINT_INPUTS in groups:
-                group = groups[CHECKPOINT_INPUTS]
-                yield Mark(StepKind.FORWARD_COMMIT, group, CHECKPOINT_INPUTS)
+            spans = self._spans.get(stretch.layer, [])
+            for group, name, parts in spans:
+                if stretch.part == parts[0]:
+                    yield Mark(StepKind.FORWARD_START, group, name)
+            yield from self._work(stretch, outputs, StepKind.OUTPUT_START, StepKind.OUTPUT_END)
+            for group, name, parts in reversed(spans):  # Groups end inside of others.
+                if stretch.part == parts[-1] and name != CHECKPOINT_INPUTS:
+                    yield Mark(StepKind.FORWARD_COMMIT, group, name)
+        for group, name, _ in itertools.chain(*self._spans.values()):
+            if name == CHECKPOINT_INPUTS:  # A checkpoint ends with its last layer.
+                yield Mark(StepKind.FORWARD_COMMIT, group, name)
 
     def backward(self, stretches: Iterable[Stretch]) -> Iterator[Event]:
         """Yield the work of backward, and a mark where a group is first read.
@@ -241,24 +235,26 @@ class _Marker:
         A part that runs again reads what it saved: [Note: Recomputation reads first] in ``trace``.
         """
         used: set[int] = set()
-        output = -2 - self._shape.num_further_tokens
+        outputs = itertools.count(-2 - self._shape.num_further_tokens)
+        kinds = StepKind.OUTPUT_BACKWARD_START, StepKind.OUTPUT_BACKWARD_END
         for stretch in stretches:
-            groups = self._group_of.get(stretch.layer, {})
-            is_output = stretch.part == OUTPUT_LAYER
-            for name, span in self._spans.get(stretch.layer, {}).items():
-                if stretch.part in span and groups[name] not in used:
-                    used.add(groups[name])
-                    yield Mark(StepKind.BACKWARD_USE, groups[name], name)
-            if is_output:
-                yield Mark(StepKind.OUTPUT_BACKWARD_START, output, OUTPUT_LAYER)
-            yield self._work(stretch)
-            if is_output:
-                yield Mark(StepKind.OUTPUT_BACKWARD_END, output, OUTPUT_LAYER)
-                output += 1
+            for group, name, parts in self._spans.get(stretch.layer, []):
+                if stretch.part in parts and group not in used:
+                    used.add(group)
+                    yield Mark(StepKind.BACKWARD_USE, group, name)
+            yield from self._work(stretch, outputs, *kinds)
 
-    def _work(self, stretch: Stretch) -> Work:
+    def _work(
+        self, stretch: Stretch, outputs: Iterator[int], start: StepKind, end: StepKind
+    ) -> Iterator[Event]:
+        """Yield the work of a stretch, between marks if it is the output layer's."""
         ms = _round(stretch.ms(self._plan.speed))
-        return Work(ms, stretch.live_bytes, stretch.peak_bytes)
+        work = Work(ms, stretch.live_bytes, stretch.peak_bytes)
+        if stretch.part == OUTPUT_LAYER:
+            output = next(outputs)  # [Note: Marks of no group]
+            yield from (Mark(start, output, OUTPUT_LAYER), work, Mark(end, output, OUTPUT_LAYER))
+        else:
+            yield work
 
 
 def _round(ms: float) -> float:
