@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.layers import (
-    CHECKPOINTS,
     TILED_PARTS,
     Cost,
     Part,
@@ -31,6 +30,7 @@ from megatron.slipstream.estimate.layers import (
     setting_with_tiles,
 )
 from megatron.slipstream.estimate.model_shapes import Chunk, LayerKind, ModelShape
+from megatron.slipstream.options.model import CHECKPOINTED_MODULES
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 from megatron.slipstream.plan.tiles import Tiling, logits_bytes_per_token, mlp_bytes_per_token
 from megatron.slipstream.plan.trace import OUTPUT_LAYER
@@ -212,7 +212,7 @@ class _Layer:
                     yield _Section(names[names.index(end) - 1], (norm,), again)
             elif parts:
                 output, last = 0, parts[-1]
-                if module in CHECKPOINTS and last not in self._tiled:
+                if module in CHECKPOINTED_MODULES and last not in self._tiled:
                     output = _nbytes(self._parts[last].given) or self._hidden
                 yield _Section(_BEFORE.get(module, last), tuple(parts), missing, output)
 

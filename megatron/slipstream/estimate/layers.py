@@ -66,6 +66,7 @@ from megatron.slipstream.estimate.model_shapes import (
     ModelShape,
     has_feed_forward,
 )
+from megatron.slipstream.options.model import CHECKPOINTED_MODULES
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 from megatron.slipstream.plan.trace import OUTPUT_LAYER
 
@@ -90,10 +91,6 @@ CHECKPOINT_INPUTS = "checkpoint_inputs"
 
 TILED_PARTS = frozenset({"mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc1", "moe_act", "expert_fc2"})
 """The parts of a layer that ``mlp_sequence_tiles`` computes tile by tile."""
-
-CHECKPOINTS = frozenset({"moe", "mlp", "shared_experts", "core_attn"})
-"""The ``recompute_modules`` that run again in a checkpoint; others fill the output of their
-forward."""
 
 KEPT_BY_RECOMPUTATION = "recomputation reads it too"
 """See [Note: Saved tensors under recomputation]."""
@@ -293,11 +290,12 @@ class _Layer:
         saves only ``of_checkpoint`` for it.
         """
         modules = frozenset(rerun_by.split())
-        if modules & CHECKPOINTS & self._setting:  # Nothing is marked in its rerun.
+        if modules & self._setting & CHECKPOINTED_MODULES.keys():  # Nothing is marked in its rerun.
             saved, is_marked = of_checkpoint, False
         if taken is None:
             taken = self._parts[-1].given if self._parts else (self._hidden_state(self._stream),)
         if self._shape.mlp_sequence_tiles and name in TILED_PARTS:
+            is_marked = False
             rerun_share = 2.0 if self._is_whole else 1.0  # Again after its whole layer did.
         elif self._is_whole:
             rerun_share = 1.0
@@ -309,19 +307,19 @@ class _Layer:
         )  # fmt: skip
 
     def _add_norm(
-        self, name: str, taken: str, normed: SavedTensor, is_fused: bool, module: str = ""
+        self, name: str, normed: SavedTensor, is_fused: bool, module: str = ""
     ) -> Tensors:
         """Add a norm; return what the linear layer after it saves for both, or with the norm.
 
         A fused norm runs again with its linear layer, for ``module``.
         """
         shape, given = self._shape, (self._hidden_state(normed.name),)
-        norm = self._norm(taken, shape.region_tokens, shape.hidden_size)
+        norm = self._norm(self._stream, shape.region_tokens, shape.hidden_size)
         if is_fused:
             self._add(name, self._moved(2), (), given, rerun_by=module, is_marked=False)
             return (*norm, normed)
         again = self._recomputes("layernorm")
-        saved = (self._hidden_state(taken),) if again else norm
+        saved = (self._hidden_state(self._stream),) if again else norm
         self._add(name, self._moved(2), saved, given, rerun_by="layernorm")
         return () if again else (normed,)
 
@@ -332,12 +330,20 @@ class _Layer:
         self._add(f"{half}_residual", self._moved(3), saved, (self._hidden_state(given),))
         self._stream = given
 
+    def _add_output(self, half: str, name: str, read: SavedTensor, width: int) -> None:
+        """Add the projection that ends a half of a layer, from ``width`` per token, and the sum."""
+        self._add(name, self._linear(self._shape.hidden_size * width, read.numel), (read,))
+        self._add_residual(half, "attended")
+
     def _attention(self) -> None:
         shape, latent, size = self._shape, self._shape.latent_attention, self._shape.element_bytes
         tokens, heads, hidden = shape.tokens, shape.heads, shape.hidden_size
         groups, key_width, value_width = shape.attention_sizes
         # The down-projections of queries and of keys and values are two layers.
-        normed = self._input_norm(2 if latent and shape.fp8_recipe else 1)
+        copies = 2 if latent and shape.fp8_recipe else 1
+        normed = self._input("normed_input", copies * shape.hidden_numel)
+        is_fused = shape.uses_transformer_engine and not latent
+        read = self._add_norm("attn_norm", normed, is_fused)
         query, key, value = heads_read = self._query_key_value()
         share, by, projections = 1.0, "", self._qk_norms()
         if latent:
@@ -350,11 +356,11 @@ class _Layer:
         else:
             weights = hidden * (heads + 2 * groups) * shape.head_dim
             project = self._linear(weights, shape.hidden_numel)
-        saved = (*normed, *projections)
+        saved = (*read, *projections)
         self._add("qkv_linear", project, saved, heads_read, rerun_by=by, rerun_share=share)
         moved = heads * key_width + groups * (key_width + value_width)
-        is_fused = bool(shape.apply_rope_fusion or latent)
-        tables = () if is_fused else self._rotary_tables(shape.head_dim)
+        has_tables = not (shape.apply_rope_fusion or latent)
+        tables = self._rotary_tables(shape.head_dim) if has_tables else ()
         rotary = Cost(0.0, 2.0 * tokens * moved * size)
         self._add("rotary", rotary, tables, heads_read, rerun_by=by)
         output = self._tensor("attention_output", tokens * heads * value_width)
@@ -380,9 +386,7 @@ class _Layer:
         kept = tuple(each._replace(kept_by=KEPT_BY_RECOMPUTATION) for each in heads_read)
         self._add("core_attn", cost, saved, (output,), inside=inside, rerun_by="core_attn",
                   of_checkpoint=kept)  # fmt: skip
-        project = self._linear(hidden * heads * value_width, of_proj.numel)
-        self._add("attn_proj", project, (of_proj,))
-        self._add_residual("attn", "attended")
+        self._add_output("attn", "attn_proj", of_proj, heads * value_width)
 
     def _mamba(self) -> None:
         shape, mamba, tp = self._shape, self._shape.mamba, self._shape.parallelism.tp
@@ -404,7 +408,7 @@ class _Layer:
         # too, and read and written by a norm.
         moved = scanned + 2 * convolved + 2 * inner + 2 * inner
         normed = self._input("normed_input", shape.hidden_numel)
-        saved = self._add_norm("mamba_norm", "layer_input", normed, is_fused=True)
+        saved = self._add_norm("mamba_norm", normed, is_fused=True)
         into = self._tensor("mamba_projected", tokens * scanned)
         project = self._linear(hidden * projected, shape.hidden_numel)
         self._add("mamba_in_proj", project, saved, (into,))
@@ -423,8 +427,7 @@ class _Layer:
             # What backward computes again, and its gradient.
             inside=2 * (tokens * convolved * size + 4 * tokens * inner * state // MAMBA_CHUNK),
         )  # fmt: skip
-        self._add("mamba_out_proj", self._linear(hidden * inner, out.numel), (out,))
-        self._add_residual("mamba", "attended")
+        self._add_output("mamba", "mamba_out_proj", out, inner)
 
     def _gated_delta_net(self) -> None:
         shape, net, tp = self._shape, self._shape.gated_delta_net, self._shape.parallelism.tp
@@ -442,10 +445,11 @@ class _Layer:
         # The convolution reads and writes queries, keys and values; these are normalized, repeated,
         # and read by the rule.
         moved = 4 * (2 * keys + values) + 2 * (2 * repeated + values) + values
-        normed = self._input_norm()
+        normed = self._input("normed_input", shape.hidden_numel)
+        saved = self._add_norm("attn_norm", normed, shape.uses_transformer_engine)
         into = self._tensor("gdn_projected", tokens * projected)
         project = self._linear(hidden * projected, shape.hidden_numel)
-        self._add("gdn_in_proj", project, normed, (into,))
+        self._add("gdn_in_proj", project, saved, (into,))
         numel = tokens * values
         inner = (
             self._tensor("gdn_query_key", tokens * 2 * keys),
@@ -475,9 +479,7 @@ class _Layer:
         )  # fmt: skip
         norm = Cost(0.0, 5.0 * tokens * values * size)
         self._add("gdn_norm", norm, (), (self._tensor("gdn_normed", numel),))
-        saved = (self._input("gdn_normed", numel),)
-        self._add("gdn_out_proj", self._linear(hidden * values, numel), saved)
-        self._add_residual("attn", "attended")
+        self._add_output("attn", "gdn_out_proj", self._input("gdn_normed", numel), values)
 
     def _further_tokens(self) -> None:
         """Add a norm, and the norms and projection that join its output with the next embedding."""
@@ -492,9 +494,8 @@ class _Layer:
         self._add("further_proj", project, (joined,), (self._hidden_state("attended"),))
 
     def _mlp(self) -> None:
-        is_fused = self._shape.uses_transformer_engine
         normed = self._input("normed_attended", self._shape.hidden_numel)
-        saved = self._add_norm("mlp_norm", "attended", normed, is_fused, "mlp")
+        saved = self._add_norm("mlp_norm", normed, self._shape.uses_transformer_engine, "mlp")
         rows, width = self._shape.feed_forward_sizes(self._kind)
         first, activation, second = self._products(rows, width)
         activated, given, product = self._between("mlp", rows, width)
@@ -507,7 +508,7 @@ class _Layer:
         shape, experts = self._shape, self._shape.experts
         assert experts is not None
         normed = self._hidden_state("normed_attended")  # The router is in 16 bits.
-        saved = self._add_norm("mlp_norm", "attended", normed, is_fused=False)
+        saved = self._add_norm("mlp_norm", normed, is_fused=False)
         hidden, one_copy = shape.hidden_size, normed.nbytes
         rows, width = shape.feed_forward_sizes(self._kind)
         routed = one_copy * experts.topk
@@ -524,19 +525,17 @@ class _Layer:
             cost._replace(weights=cost.weights * num_local) for cost in self._products(rows, width)
         )
         activated, given, product = self._between("expert", rows, width)
-        into, is_tiled = activated[:1], shape.mlp_sequence_tiles
-        if is_tiled:  # What goes in is 'expert_input'.
+        into, is_again = activated[:1], self._recomputes("moe_act")
+        if shape.mlp_sequence_tiles:  # What goes in is 'expert_input'.
             activated = ()
-        elif self._recomputes("moe_act"):
+        elif is_again:
             activated = into
         elif not shape.bias_activation_fusion:
             activated += (self._tensor("expert_unweighted", rows * width),)
         activated += (self._tensor("routing_probabilities", rows),)
-        entering, is_again = self._input("expert_input", rows * hidden), self._recomputes("moe_act")
-        self._add("expert_fc1", first, (entering,), into, taken=(sent,), rerun_by="moe",
-                  is_marked=not is_tiled)  # fmt: skip
-        self._add("moe_act", activation, activated, (given,), rerun_by="moe moe_act",
-                  is_marked=not is_tiled)  # fmt: skip
+        entering = self._input("expert_input", rows * hidden)
+        self._add("expert_fc1", first, (entering,), into, taken=(sent,), rerun_by="moe")
+        self._add("moe_act", activation, activated, (given,), rerun_by="moe moe_act")
         self._add("expert_fc2", second, () if is_again else (product,), (received,),
                   rerun_by="moe", is_marked=not is_again)  # fmt: skip
         self._add("combine", Cost(0.0, routed + one_copy), rerun_by="moe")
@@ -603,12 +602,6 @@ class _Layer:
 
     def _recomputes(self, module: str) -> bool:
         return module in self._setting
-
-    def _input_norm(self, copies: int = 1) -> Tensors:
-        has_latent_attention = "*" in self._kind and self._shape.latent_attention is not None
-        is_fused = self._shape.uses_transformer_engine and not has_latent_attention
-        normed = self._input("normed_input", copies * self._shape.hidden_numel)
-        return self._add_norm("attn_norm", "layer_input", normed, is_fused)
 
     def _norm(self, name: str, rows: int, width: int) -> Tensors:
         """Return the tensors that a norm of ``[rows, width]`` saves, its input first."""
