@@ -70,10 +70,9 @@ from megatron.slipstream.options.model import CHECKPOINTED_MODULES
 from megatron.slipstream.plan.settings import NOTHING, WHOLE, LayerSetting
 from megatron.slipstream.plan.trace import OUTPUT_LAYER
 
-GDN_MODULES = ("gdn_in_proj", "gdn_rule", "gdn_out_proj")
-MAMBA_MODULES = ("mamba_in_proj", "mamba_scan", "mamba_out_proj")
 MODULES = (
-    *("attn_norm", "qkv_linear", "core_attn", "attn_proj", *GDN_MODULES, *MAMBA_MODULES),
+    *("attn_norm", "qkv_linear", "core_attn", "attn_proj"),
+    *("gdn_in_proj", "gdn_rule", "gdn_out_proj", "mamba_in_proj", "mamba_scan", "mamba_out_proj"),
     *("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2", "shared_experts"),
     *("expert_fc1", "moe_act", "expert_fc2"),
 )
@@ -91,9 +90,6 @@ CHECKPOINT_INPUTS = "checkpoint_inputs"
 
 TILED_PARTS = frozenset({"mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc1", "moe_act", "expert_fc2"})
 """The parts of a layer that ``mlp_sequence_tiles`` computes tile by tile."""
-
-KEPT_BY_RECOMPUTATION = "recomputation reads it too"
-"""See [Note: Saved tensors under recomputation]."""
 
 MAMBA_CHUNK = 128
 """Tokens of a chunk of Mamba's scan (``MambaMixer``'s default)."""
@@ -142,8 +138,8 @@ class SavedTensor(NamedTuple):
     name: str
     numel: int
     nbytes: int
-    kept_by: str = ""
-    """Why offloading it frees no memory; empty if it does."""
+    is_kept: bool = False
+    """Whether a checkpoint keeps it: [Note: Saved tensors under recomputation]."""
 
 
 Tensors = tuple[SavedTensor, ...]
@@ -383,7 +379,7 @@ class _Layer:
         if shape.deterministic_mode and shape.attention_backend == "fused":
             inside = tokens * heads * (shape.seq_length if is_whole else shape.sequence) * size
         saved = inner if self._recomputes("mla_up_proj") else (*heads_read, *inner)
-        kept = tuple(each._replace(kept_by=KEPT_BY_RECOMPUTATION) for each in heads_read)
+        kept = tuple(each._replace(is_kept=True) for each in heads_read)
         self._add("core_attn", cost, saved, (output,), inside=inside, rerun_by="core_attn",
                   of_checkpoint=kept)  # fmt: skip
         self._add_output("attn", "attn_proj", of_proj, heads * value_width)

@@ -24,7 +24,6 @@ QUANTIZED_BYTES: dict[str, float] = {
     **{"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32},
 }
 """Bytes per element of what a linear layer keeps of its input, with scales, by ``fp8_recipe``."""
-BYTES_OF: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 LayerKind = Literal["*-", "*E", "*", "-", "E", "M", "G", "/"]
 """What a layer consists of, in the letters of megatron-core's ``hybrid_layer_pattern``: ``*``
 attention, ``-`` an MLP, ``E`` experts, ``M`` Mamba, ``G`` a gated delta net. A layer of a GPT model
@@ -262,7 +261,7 @@ class ModelShape:
 
     @property
     def element_bytes(self) -> int:
-        return BYTES_OF[self.precision]
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def linear_input_bytes(self) -> float:

@@ -164,7 +164,7 @@ def part_bytes(configured: Configured, layer: int) -> dict[str, tuple[int, int]]
     found = dict.fromkeys(saved, (0, 0))
     for tensor, savers in savers_of(saved).values():
         is_large = tensor.numel >= configured.min_numel
-        moves = is_large and not tensor.kept_by and chosen.issuperset(savers)
+        moves = is_large and not tensor.is_kept and chosen.issuperset(savers)
         own, movable = found[savers[0]]
         found[savers[0]] = own + tensor.nbytes, movable + tensor.nbytes * moves
     return found

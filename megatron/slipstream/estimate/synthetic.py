@@ -151,7 +151,17 @@ class Workplan:
         layers = tuple(map(shape.kind_and_setting, chunk.layers))
         key = shape.layers_per_checkpoint, layers, chunk.is_last
         if key not in self._templates:  # Ranks have layers of the same kinds.
-            self._templates[key] = _template(self, shape, chunk)
+            marker = _Marker(self, shape, chunk)
+            backward = tuple(backward_pass(shape, chunk))
+            rerun = [stretch for stretch in backward if stretch.phase == "rerun"]
+            self._templates[key] = Template(
+                tuple(marker.forward(forward_pass(shape, chunk))),
+                tuple(marker.backward(backward)),
+                tuple(marker.groups),
+                tuple(marker.storages),
+                sum(_round(stretch.ms(self.speed)) for stretch in rerun),
+                sum(max(0, stretch.live_bytes) for stretch in rerun),
+            )
         return self._templates[key]
 
     def with_schedule(self, rank: RankTemplates, state_bytes: int) -> RankTemplates:
@@ -164,20 +174,6 @@ def synthetic_trace(work: Workplan, pp_rank: int, state_bytes: int = 0) -> Trace
     """Build a pipeline rank's trace of one iteration; it has no steps without modules."""
     rank = work.with_schedule(work.own_templates(pp_rank), state_bytes)
     return replace(rank.compose(fastest(rank)), assignment=())
-
-
-def _template(work: Workplan, shape: ModelShape, chunk: Chunk) -> Template:
-    marker = _Marker(work, shape, chunk)
-    backward = tuple(backward_pass(shape, chunk))
-    rerun = [stretch for stretch in backward if stretch.phase == "rerun"]
-    return Template(
-        tuple(marker.forward(forward_pass(shape, chunk))),
-        tuple(marker.backward(backward)),
-        tuple(marker.groups),
-        tuple(marker.storages),
-        sum(_round(stretch.ms(work.speed)) for stretch in rerun),
-        sum(max(0, stretch.live_bytes) for stretch in rerun),
-    )
 
 
 _Span = tuple[int, str, Sequence[str]]
@@ -205,7 +201,7 @@ class _Marker:
             if groups and tensor.numel < work.min_numel:
                 with_small.update(groups)
             elif groups:
-                held_outside = len(groups) < len(savers) or bool(tensor.kept_by)
+                held_outside = len(groups) < len(savers) or tensor.is_kept
                 is_input = is_first and name == input_name(self._shape.kind_of(layer))
                 self.storages.append(TemplateStorage(tensor.nbytes, groups, held_outside, is_input))
         for name, group in group_of.items():

@@ -225,8 +225,8 @@ def test_all_to_all_context_parallelism_saves_the_output_twice() -> None:
 def test_recomputed_inputs_move_and_recomputed_outputs_take_nothing() -> None:
     shape = replace(DENSE, experts=EXPERTS, recompute_modules=frozenset({"layernorm", "moe_act"}))
     saved = saved_tensors(shape, 0)
-    kept = {part: {item.kept_by for item in saved[part]} for part in ("mlp_norm", "moe_act")}
-    assert kept == {"mlp_norm": {""}, "moe_act": {""}}
+    kept = {part: {item.is_kept for item in saved[part]} for part in ("mlp_norm", "moe_act")}
+    assert kept == {"mlp_norm": {False}, "moe_act": {False}}
     assert "expert_fc2" not in saved
     assert "normed_attended" not in tensors(shape)
 

@@ -176,7 +176,7 @@ def test_each_group_saves_what_was_computed(recordings: dict[str, Recording], na
         saved_by_router = {item.name for item in saved.get("router", ())}
         for module in marked_modules(shape, layer):
             if module in modules:
-                own = [item for item in saved.get(module, ()) if not item.kept_by]
+                own = [item for item in saved.get(module, ()) if not item.is_kept]
                 movable = [item.nbytes for item in own if item.name not in saved_by_router]
                 computed.append((module, sum(movable)))
     groups = _groups_of_second_pass(trace)
