@@ -57,7 +57,8 @@ def prepare_search(options: argparse.Namespace) -> bool:
     why = "that compares ways instead of planning one"
     refuse(options, AIMS, f"with {flag_of(asked[0], options)}", why)
     if options.longest_sequence and options.hf_config is not None and options.seq_length is None:
-        options.seq_length = STEP_TOKENS * (options.cp or 1) * (options.tp or 1)
+        tp, cp = options.tensor_model_parallel_size, options.context_parallel_size
+        options.seq_length = STEP_TOKENS * (cp or 1) * (tp or 1)
     return True
 
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Optional
 
-from megatron.slipstream.cli_plan.options import AIMS, UNTIMED, flag_of, refuse
+from megatron.slipstream.cli_plan.options import AIMS, TRAINING, UNTIMED, flag_of, refuse
 from megatron.slipstream.estimate.gpus import GPUS, Speed, find_speed
 from megatron.slipstream.estimate.hugging_face import HubModel, load_hub_config
-from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.estimate.training_command import read_flags, split_command
 from megatron.slipstream.estimate.training_setup import (
-    PARALLELISM,
+    ChunkCounts,
     Configured,
     default_micro_batches,
     fewest_data_parallel_ranks,
@@ -26,7 +26,6 @@ from megatron.slipstream.estimate.training_setup import (
     usable_modules,
 )
 from megatron.slipstream.options.rules import as_flag
-from megatron.slipstream.plan.settings import WHOLE, LayerSetting
 
 MAX_GROUPS = 100_000
 """Maximum groups of all planned ranks, each of which takes about a millisecond."""
@@ -97,63 +96,59 @@ def _refuse_without_effect(model: HubModel, options: argparse.Namespace) -> None
         why = "whole layers are recomputed then"
         refuse(options, ["recompute_modules"], "with recompute_granularity=full", why)
     if not model.options.get("num_moe_experts"):
-        names = [name for name in ("ep", "etp") if getattr(options, name) != 1]
+        names = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+        names = [name for name in names if getattr(options, name) != 1]
         why = "there are no experts to divide"
         refuse(options, names, "with a model without experts", why)
 
 
 def _hub_shape(model: HubModel, options: argparse.Namespace) -> ModelShape:
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    names = ("seq_length", "micro_batch_size", "precision", "attention_backend", "cross_entropy")
-    megatrons = {option: given[name] for name, option in PARALLELISM.items() if name in given}
-    described = SimpleNamespace(**model.options, **megatrons)
+    given = {name: value for name in TRAINING if (value := getattr(options, name)) is not None}
+    given.setdefault("recompute_granularity", "selective" if "recompute_modules" in given else None)
+    given.setdefault("recompute_modules", ["core_attn"])  # megatron-core's default
+    described = SimpleNamespace(**model.options, **given)
     parallelism = parallelism_of_options(described)
-    if options.dp is None:
+    if options.data_parallel_size is None:
         parallelism = replace(parallelism, dp=fewest_data_parallel_ranks(parallelism))
     return shape_of_options(
         described,
-        **{name: given[name] for name in names if name in given},
-        recompute_modules=_recomputed(options),
+        **{name: given[name] for name in ("precision", "attention_backend") if name in given},
+        cross_entropy=options.cross_entropy_fusion_impl or "unfused",
         parallelism=parallelism,
-        layers_per_chunk=_layers_per_chunk(described.num_layers, parallelism.pp, options),
+        layers_per_chunk=_layers_per_chunk(described.num_layers, parallelism, options),
     )
 
 
-def _recomputed(options: argparse.Namespace) -> LayerSetting:
-    if options.recompute_granularity == "full":
-        return WHOLE
-    if options.recompute_granularity == "selective" and options.recompute_modules is None:
-        return LayerSetting({"core_attn"})  # megatron-core's default
-    return LayerSetting(options.recompute_modules or ())
-
-
 def _layers_per_chunk(
-    num_layers: int, pp: int, options: argparse.Namespace
-) -> tuple[tuple[int, ...], ...]:
+    num_layers: int, parallelism: Parallelism, options: argparse.Namespace
+) -> ChunkCounts:
     """Return each chunk's layers if the first or last rank has its own count; else empty."""
-    given = {0: options.first, pp - 1: options.last}
+    pp, num_stages = parallelism.pp, parallelism.vpp or 1
+    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    counts_of = {flag_of(name, options): getattr(options, name) for name in ends}
+    given = dict(zip((0, pp - 1), counts_of.values(), strict=True))
     given = {rank: count for rank, count in given.items() if count is not None}
     if not given:
         return ()
-    num_stages = options.vpp or 1
-    rest, others = num_layers - sum(given.values()), pp - len(given)
-    for rank, count in given.items():
-        if count < 1:
-            flag = flag_of("last" if rank else "first", options)
+    flags = [f"{flag}={count}" for flag, count in counts_of.items() if count is not None]
+    for flag, count in counts_of.items():
+        if count is not None and count < 1:
             raise ValueError(f"{flag}={count} must be positive; set 1 or more")
-    if pp == 1 or pp > num_layers or rest < 0 or (rest % others if others else rest):
-        named = {"first": options.first, "last": options.last}
-        flags = [f"{flag_of(name, options)}={n}" for name, n in named.items() if n is not None]
+    num_others = pp - len(given)
+    rest = num_layers - sum(given.values())
+    each, left = divmod(rest, num_others) if num_others else (0, rest)
+    if pp == 1 or pp > num_layers or rest < 0 or left:
         raise ValueError(
-            f"{' and '.join(flags)} leave{'s' * (len(flags) == 1)} {rest} layers for {others} "
+            f"{' and '.join(flags)} leave{'s' * (len(flags) == 1)} {rest} layers for {num_others} "
             f"pipeline ranks, which cannot be divided evenly; change {flags[0].split('=')[0]} or "
-            f"{flag_of('pp', options)}"
+            f"{flag_of('pipeline_model_parallel_size', options)}"
         )
-    counts = [given.get(rank, rest // others if others else 0) for rank in range(pp)]
+    counts = [given.get(rank, each) for rank in range(pp)]
     if any(count % num_stages for count in counts):
+        flag = flag_of("virtual_pipeline_model_parallel_size", options)
         raise ValueError(
-            f"layers of the pipeline ranks, {counts}, are not multiples of "
-            f"{flag_of('vpp', options)}={num_stages}; change one of them"
+            f"layers of the pipeline ranks, {counts}, are not multiples of {flag}={num_stages}; "
+            "change one of them"
         )
     return tuple((count // num_stages,) * num_stages for count in counts)
 

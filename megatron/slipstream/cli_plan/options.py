@@ -53,23 +53,22 @@ class Given(NamedTuple):
     kind: Any
     """The type of its value; or the values to choose from; or 'flag', or 'names' for several."""
     help: str
-    metavar: Optional[str] = None
-    dest: Optional[str] = None
-    """Name in the namespace, if it is not that of the last spelling."""
+    metavar: str = "N"
 
     @property
     def name(self) -> str:
-        return self.dest or self.flags.split()[-1].removeprefix("--").replace("-", "_")
+        """Name in the namespace, which is megatron's."""
+        return self.flags.split()[0].removeprefix("--").replace("-", "_")
 
-    def add_to(self, group: argparse._ActionsContainer, **more: Any) -> None:
-        options: dict[str, Any] = {"type": self.kind, "metavar": self.metavar or "N"}
+    def add_to(self, group: argparse._ActionsContainer) -> None:
+        options: dict[str, Any] = {"action": _AsTyped, "type": self.kind, "metavar": self.metavar}
         if self.kind == "flag":
-            options, more = {"action": "store_true", "default": None}, {}
+            options = {"action": "store_true", "default": None}
         elif self.kind == "names":
-            options = {"nargs": "+", "metavar": "MODULE"}
+            options = {"action": _AsTyped, "nargs": "+", "metavar": "MODULE"}
         elif isinstance(self.kind, tuple):
-            options = {"choices": self.kind}
-        group.add_argument(*self.flags.split(), dest=self.name, help=self.help, **options, **more)
+            options = {"action": _AsTyped, "choices": self.kind}
+        group.add_argument(*self.flags.split(), help=self.help, **options)
 
 
 def _config_file(text: str) -> Path:
@@ -95,17 +94,15 @@ TRAINING = {
         Given("--attention-backend", ATTENTION_BACKENDS, "core attention of Transformer Engine, or "
               "'local': megatron-core's plain modules without it (default: fused)"),
         Given("--cross-entropy-fusion-impl", ("native", "te"),
-              "fused cross entropy (default: not fused)", dest="cross_entropy"),
+              "fused cross entropy (default: not fused)"),
         Given("--tensor-model-parallel-size --tp", int, "tensor parallelism"),
         Given("--sequence-parallel", "flag", "divide norms and residuals"),
         Given("--context-parallel-size --cp", int, "context parallelism"),
         Given("--pipeline-model-parallel-size --pp", int, "pipeline ranks"),
         Given("--virtual-pipeline-model-parallel-size --vpp", int,
               "model chunks per rank, interleaved"),
-        Given("--decoder-first-pipeline-num-layers", int, "layers of the first pipeline rank",
-              dest="first"),
-        Given("--decoder-last-pipeline-num-layers", int, "layers of the last pipeline rank",
-              dest="last"),
+        Given("--decoder-first-pipeline-num-layers", int, "layers of the first pipeline rank"),
+        Given("--decoder-last-pipeline-num-layers", int, "layers of the last pipeline rank"),
         Given("--expert-model-parallel-size --ep", int, "expert parallelism"),
         Given("--expert-tensor-parallel-size --etp", int,
               "tensor parallelism of experts (default: 1)"),
@@ -184,8 +181,7 @@ class _AsTyped(argparse.Action):
 
 def flag_of(name: str, options: argparse.Namespace) -> str:
     """Return the option as the user typed it, or its first spelling; ``name`` is its ``dest``."""
-    first = TRAINING[name].flags.split()[0] if name in TRAINING else as_flag(name)
-    return str(options.typed.get(name, first))
+    return str(options.typed.get(name, as_flag(name)))
 
 
 def refuse(
@@ -203,9 +199,8 @@ def refuse(
 def as_typed(message: str, options: argparse.Namespace) -> str:
     """Replace megatron's names in a message about a model by the user's options."""
     for name in TRAINING:
-        megatrons = TRAINING[name].flags.split()[0].removeprefix("--").replace("-", "_")
-        # Short names can be ordinary words, unless a value follows.
-        found = rf"(?<![\w-])(?:{megatrons}{'' if '_' in megatrons else '(?==)'}|{name}(?==))\b"
+        # A name without '_' can be an ordinary word, unless a value follows.
+        found = rf"(?<![\w-]){name}{'' if '_' in name else '(?==)'}\b"
         message = re.sub(found, flag_of(name, options), message)
     return message.replace("num_microbatches=", "--num-micro-batches=")
 
@@ -258,6 +253,6 @@ def add_plan(
             for given in _SEARCHED:
                 given.add_to(searched)
         for given in options:
-            given.add_to(group, **({"action": _AsTyped} if given.name in TRAINING else {}))
+            given.add_to(group)
     hint = "; put megatron's flags after '--'"
     plan.set_defaults(run=run, typed={}, hint_for_unknown=hint)
