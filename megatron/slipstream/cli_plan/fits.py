@@ -8,14 +8,12 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Optional
 
 from megatron.slipstream.cli_plan.models import limit_bytes, speed_for
 from megatron.slipstream.cli_plan.options import AIMS, SEARCH, flag_of, refuse
 from megatron.slipstream.estimate.gpus import Speed
-from megatron.slipstream.estimate.model_shapes import ModelShape
-from megatron.slipstream.estimate.model_state import host_state_bytes, state_bytes
+from megatron.slipstream.estimate.model_state import host_state_bytes
 from megatron.slipstream.estimate.shape_tables import table
 from megatron.slipstream.estimate.training_setup import Configured
 from megatron.slipstream.estimate.ways import (
@@ -75,13 +73,6 @@ def show_fits(configured: Configured, options: argparse.Namespace) -> int:
     return 0 if any(fit.size for fit in fits) else NOTHING_FITS
 
 
-def state_of(shape: ModelShape, rank: int, options: argparse.Namespace) -> int:
-    """Return the state of a pipeline rank in bytes, which the user may give."""
-    if options.state_gib is not None:
-        return int(options.state_gib * 2**30)
-    return state_bytes(shape, rank)
-
-
 def finder_for(configured: Configured, speed: Speed, options: argparse.Namespace) -> Finder:
     """Return the search for what fits into the memory that the options name."""
     memory = speed.memory_gib
@@ -105,7 +96,7 @@ def finder_for(configured: Configured, speed: Speed, options: argparse.Namespace
         searched = "seq_length"
         step = STEP_TOKENS * par.cp * (par.tp if par.sequence_parallel else 1)
     limits = Limits(int((memory - margin) * 2**30), host)
-    return Finder(configured, speed, limits, searched, step, partial(state_of, options=options))
+    return Finder(configured, speed, limits, searched, step)
 
 
 def _lines(fits: Sequence[Fit], finder: Finder, options: argparse.Namespace) -> Iterator[str]:

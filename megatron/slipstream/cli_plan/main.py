@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Optional
 
-from megatron.slipstream.cli_plan.fits import finder_for, prepare_search, show_fits, state_of
+from megatron.slipstream.cli_plan.fits import finder_for, prepare_search, show_fits
 from megatron.slipstream.cli_plan.models import (
     MAX_BYTES,
     check_sizes,
@@ -294,7 +294,7 @@ def _plan_ranks(
     check_sizes(work, ranks, options)
     with bar_on_stderr() as progress:
         for rank in progress.track(ranks, description="planning pipeline ranks"):
-            state = state_of(configured.shape, rank, options)
+            state = configured.state_bytes(rank)
             trace = synthetic_trace(work, rank, state)
             plan = build_plan(trace, policy) if trace.steps else None
             simulation = None if plan is None else simulate(plan)

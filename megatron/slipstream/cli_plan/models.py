@@ -66,7 +66,7 @@ def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configur
     configured = configured_by_flags(
         command.flags, num_processes, options.num_micro_batches, options.state_gib
     )
-    return replace(configured, ranks_per_host=command.ranks_per_host)
+    return replace(configured, ranks_per_host=command.ranks_per_host, state_gib=options.state_gib)
 
 
 def _by_hub_config(options: argparse.Namespace) -> Configured:
@@ -86,6 +86,7 @@ def _by_hub_config(options: argparse.Namespace) -> Configured:
             tuple(options.offload_modules or usable_modules(shape)),
             default_micro_batches(shape.parallelism) if count is None else count,
             notes=model.notes,
+            state_gib=options.state_gib,
         )
     except ValueError as error:
         raise ValueError(model.in_its_words(str(error))) from error

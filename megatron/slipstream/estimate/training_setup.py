@@ -26,6 +26,7 @@ from megatron.slipstream.estimate.model_shapes import (
     ModelShape,
     Parallelism,
 )
+from megatron.slipstream.estimate.model_state import state_bytes
 from megatron.slipstream.estimate.synthetic import DEFAULT_MIN_NUMEL
 from megatron.slipstream.options.model import check_model_options
 from megatron.slipstream.options.rules import require
@@ -166,10 +167,17 @@ class Configured:
     notes: tuple[str, ...] = ()
     ranks_per_host: Optional[int] = None
     """Ranks that share a host's memory; None for 8, or all if there are fewer."""
+    state_gib: Optional[float] = None
+    """Weights, gradients and optimizer of a rank; None derives them from the parameters."""
 
     @property
     def num_ranks_of_host(self) -> int:
         return self.ranks_per_host or min(8, self.shape.parallelism.num_gpus)
+
+    def state_bytes(self, pp_rank: int) -> int:
+        if self.state_gib is not None:
+            return int(self.state_gib * 2**30)
+        return state_bytes(self.shape, pp_rank)
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1:

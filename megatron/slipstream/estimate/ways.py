@@ -135,8 +135,9 @@ class PlannedRank:
         stalls_ms = simulate(plan).total_ms - sum(plan.trace.step_ms)
         return max(0.0, stalls_ms) / self._num_passes
 
-    def usage(self, state_bytes: int) -> Usage:
-        device, trace = self.plan.device_bytes, self.plan.trace
+    @cached_property
+    def usage(self) -> Usage:
+        device, trace, state_bytes = self.plan.device_bytes, self.plan.trace, self.rank.state_bytes
         step = begin = device.index(max(device))
         while begin and trace.steps[begin].kind in _IN_HEAD:
             begin -= 1
@@ -159,16 +160,14 @@ class Iteration:
 
     work: Workplan
     ranks: Mapping[int, PlannedRank]
-    state_bytes: tuple[int, ...]
     tiles: Tiles
     modules: tuple[str, ...] = ()
 
     @cached_property
     def usage(self) -> Usage:
-        usages = [planned.usage(self.state_bytes[rank]) for rank, planned in self.ranks.items()]
-        highest = max(usages, key=lambda usage: usage.parts.total)
-        host, moved = (max(each) for each in list(zip(*usages, strict=True))[1:])
-        return Usage(highest.parts, host, moved)
+        usages = (planned.usage for planned in self.ranks.values())
+        parts, host_bytes, moved_bytes = zip(*usages, strict=True)
+        return Usage(max(parts, key=lambda each: each.total), max(host_bytes), max(moved_bytes))
 
     @cached_property
     def step_ms(self) -> float:
@@ -217,11 +216,10 @@ def _text(setting: LayerSetting) -> str:
 
 @dataclass(frozen=True)
 class SizedModel:
-    """A model at one size, in all the ways to train it, with the state of each pipeline rank."""
+    """A model at one size, in all the ways to train it."""
 
     configured: Configured
     speed: Speed
-    state_bytes: tuple[int, ...]
     _fixed: dict[str, Iteration] = field(default_factory=dict, compare=False)
     _variants: dict[Tiles, tuple[Workplan, dict[int, RankTemplates]]] = field(
         default_factory=dict, compare=False
@@ -239,7 +237,7 @@ class SizedModel:
                 number: _planned_as_built_in(rank, _uniform(rank, setting), len(modules))
                 for number, rank in self._ranks(work, [setting]).items()
             }
-            self._fixed[way] = Iteration(work, ranks, self.state_bytes, Tiles(), modules)
+            self._fixed[way] = Iteration(work, ranks, Tiles(), modules)
         return self._fixed[way]
 
     def has_budget(self, limits: Limits) -> bool:
@@ -268,7 +266,7 @@ class SizedModel:
             if place == 0 or seem_ms[tiles] < min(item.step_ms for item in found):
                 work, ranks = self._variant(tiles)
                 chosen = {number: _chosen(rank, limits) for number, rank in ranks.items()}
-                iteration = Iteration(work, chosen, self.state_bytes, tiles)
+                iteration = Iteration(work, chosen, tiles)
                 found += [] if iteration.usage.exceeded(limits) else [iteration]
         return min(found, key=lambda item: item.step_ms, default=None)
 
@@ -285,7 +283,7 @@ class SizedModel:
         for (number, rank), (_, assignment) in zip(ranks.items(), found[best], strict=True):
             trace = _short(rank).compose(assignment, marks_all=True)
             planned[number] = PlannedRank(rank, assignment, build_plan(trace, policy))
-        return Iteration(work, planned, self.state_bytes, best)
+        return Iteration(work, planned, best)
 
     @cached_property
     def _modules(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -330,7 +328,7 @@ class SizedModel:
             kinds = dict.fromkeys(map(shape.kind_of, layers))
             parts = [recomputable_parts(shape, kind) for kind in kinds]
             settings = [setting & part for setting in asked for part in parts]
-            state = self.state_bytes[number]
+            state = self.configured.state_bytes(number)
             rank = work.rank_templates(number, state, settings)
             ends = [(chunk.kinds, chunk.is_first, bool(chunk.after)) for chunk in rank.chunks]
             if (ends, state) != last:
@@ -447,7 +445,7 @@ class Fit:
 class Finder:
     """Searches the largest size that fits: a ``seq_length`` or ``micro_batch_size``.
 
-    Sizes are multiples of ``step``; ``state_bytes`` returns the state of a pipeline rank.
+    Sizes are multiples of ``step``.
     """
 
     configured: Configured
@@ -455,7 +453,6 @@ class Finder:
     limits: Limits
     searched: str
     step: int
-    state_bytes: Callable[[ModelShape, int], int]
     _models: dict[int, SizedModel] = field(default_factory=dict, compare=False)
     _sizes: dict[str, int] = field(default_factory=dict, compare=False)
 
@@ -501,9 +498,7 @@ class Finder:
         if size not in self._models:
             sized: dict[str, Any] = {self.searched: size}
             shape = replace(self.configured.shape, **sized)
-            state = [self.state_bytes(shape, n) for n in range(shape.parallelism.pp)]
-            configured = replace(self.configured, shape=shape)
-            self._models[size] = SizedModel(configured, self.speed, tuple(state))
+            self._models[size] = SizedModel(replace(self.configured, shape=shape), self.speed)
         return self._models[size]
 
 

@@ -49,11 +49,9 @@ def finder(
 ) -> Finder:
     limits = Limits(int(device_gib * GIB), None if host_gib is None else int(host_gib * GIB))
     num_micro_batches = 1 if shape.parallelism.pp == 1 else 2 * shape.parallelism.pp
-    configured = Configured("a model", shape, usable_modules(shape), num_micro_batches)
-    state_bytes = int(state_gib * GIB)
-    return Finder(
-        configured, find_speed("h100"), limits, field, step, lambda shape, rank: state_bytes
-    )
+    modules = usable_modules(shape)
+    configured = Configured("a model", shape, modules, num_micro_batches, state_gib=state_gib)
+    return Finder(configured, find_speed("h100"), limits, field, step)
 
 
 def example(name: str, **changes: Any) -> ModelShape:
