@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.estimate.file_errors import wrong_with
@@ -21,8 +21,8 @@ class HubModel(NamedTuple):
 
     model_type: str
     options: dict[str, Any]
-    notes: tuple[str, ...] = ()
-    names: Mapping[str, str] = MappingProxyType({})
+    notes: tuple[str, ...]
+    names: Mapping[str, str]
     """Names of the file's fields, by megatron's."""
 
     @property
@@ -70,8 +70,12 @@ def load_hub_config(path: Path) -> HubModel:
         option: reader.number(name) if name[-1] != "?" else reader.optional(name[:-1])
         for option, name in fields.items()
     }
-    names = {**_NAMES, **{option: name.rstrip("?") for option, name in fields.items()}}
-    names["num_experts"] = names.get("num_moe_experts", "num_experts")
+    names = {option: name.rstrip("?") for option, name in fields.items()}
+    names |= {
+        "num_experts": names.get("num_moe_experts", "num_experts"),
+        "share_embeddings_and_output_weights": "tie_word_embeddings",
+        "moe_shared_expert_intermediate_size": "n_shared_experts * moe_intermediate_size",
+    }
     return HubModel(model_type, options, tuple(_notes(config)), names)
 
 
@@ -106,12 +110,6 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
 that may be missing."""
 
 MODEL_TYPES = tuple(_FIELDS)
-
-_NAMES: Mapping[str, str] = {
-    "share_embeddings_and_output_weights": "tie_word_embeddings",
-    "moe_shared_expert_intermediate_size": "n_shared_experts * moe_intermediate_size",
-}
-"""The fields of other options."""
 
 
 def _more_options(model_type: str, config: _Config, layers: range) -> dict[str, Any]:
