@@ -120,9 +120,7 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def _show_trace(path: Path, options: argparse.Namespace) -> int:
     with (
-        file_errors.reading(
-            "trace ", path, "train with --offload-trace-path", "--offload-trace-path"
-        ),
+        file_errors.reading("trace ", path, "--offload-trace-path"),
         _progress(f"reading {path.name}"),
     ):
         trace = load_trace(path)

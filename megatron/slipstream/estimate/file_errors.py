@@ -40,16 +40,16 @@ def cure_of(error: OSError) -> str:
 
 
 @contextmanager
-def reading(label: str, path: Path, how: str, writer: str) -> Iterator[None]:
+def reading(label: str, path: Path, writer: str) -> Iterator[None]:
     """Turn errors from reading a file that Slipstream wrote into ``ValueError``.
 
-    Messages have ``label`` before the path, say ``how`` to write such a file, up to its path, and
-    name the option that writes it.
+    Messages have ``label`` before the path, and name the option of a training that writes it.
     """
     try:
         yield
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; {how} {path} to write it") from None
+        cure = f"train with {writer} {path} to write it"
+        raise ValueError(f"{path} does not exist; {cure}") from None
     except OSError as error:
         raise ValueError(
             f"{label}{path} {wrong_with(error)}; give a file that {writer} wrote"

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
     _check(options)
     reports = []
     for path in options.files:
-        with reading("report ", path, "train with --offload-report-path", "--offload-report-path"):
+        with reading("report ", path, "--offload-report-path"):
             data = path.read_bytes()
         reports.append(Report.from_json(data, path))
     _refuse_repeated(options.files, reports)
@@ -132,7 +132,7 @@ def _plan(path: Path, report: Report) -> tuple[int, Plan]:
             "give the reports of single ranks, as a run writes them"
         )
     (rank,) = report.ranks
-    with reading("--trace=", path, "train with --offload-trace-path", "--offload-trace-path"):
+    with reading("--trace=", path, "--offload-trace-path"):
         trace = load_trace(path)
     plan = build_plan(trace, rank.options or PolicyOptions())
     check_plan(plan)
