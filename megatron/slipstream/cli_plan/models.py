@@ -97,8 +97,8 @@ def _refuse_without_effect(model: HubModel, options: argparse.Namespace) -> None
         why = "whole layers are recomputed then"
         refuse(options, ["recompute_modules"], "with recompute_granularity=full", why)
     if not model.options.get("num_moe_experts"):
-        names = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-        names = [name for name in names if getattr(options, name) != 1]
+        sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+        names = [name for name in sizes if getattr(options, name) != 1]
         why = "there are no experts to divide"
         refuse(options, names, "with a model without experts", why)
 
