@@ -36,8 +36,8 @@ NORM = {"normalization": "LayerNorm"}
 """One operation, as Transformer Engine's norms are."""
 SHARED: dict[str, Any] = {"moe_shared_expert_intermediate_size": 32}
 EXPERTS: dict[str, Any] = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
+    "num_moe_experts": 8,
+    "moe_router_topk": 4,  # A sum of so many scores rounds by their order.
     "moe_ffn_hidden_size": 64,
     "moe_grouped_gemm": True,
     "moe_token_dispatcher_type": "alltoall",

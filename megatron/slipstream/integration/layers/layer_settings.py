@@ -13,13 +13,14 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from torch.overrides import TorchFunctionMode
 
 from megatron.slipstream.integration.graphs.chunks import graphs_of
 from megatron.slipstream.integration.layers.layer_parts import (
@@ -41,6 +42,8 @@ from megatron.slipstream.plan.settings import (
 )
 
 _PARTS = tuple(dict.fromkeys(decision.part for decision in DECISIONS))
+_WITH_ROUTER = WHOLE | {"moe"}
+"""Parts whose recomputation includes the router."""
 
 
 @dataclass(frozen=True)
@@ -173,19 +176,21 @@ class _State:
             recomputed = (decision.part for decision, is_set in self._built_with.items() if is_set)
             self.minimum = LayerSetting(recomputed)
         self.setting = self.minimum
-        self._undo: Optional[Callable[[], None]] = None
-        """Restores the class of the layer; None unless it is recomputed by this module."""
+        self._undo: list[Callable[[], None]] = []
+        """Restore the class of the layer and the hooks of its router."""
 
     def take(self, options: LayerOptions, setting: LayerSetting) -> None:
         for decision, owner in decisions_of(options.layer):
             as_built = setting == self.minimum or decision.part in options.refused
             is_set = self._built_with[decision] if as_built else decision.part in setting
             setattr(owner, decision.attribute, is_set)
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        while self._undo:
+            self._undo.pop()()
         if setting == WHOLE != self.minimum:
-            self._undo = convert(options.layer, RecomputedMixin)
+            self._undo.append(convert(options.layer, RecomputedMixin))
+        router = getattr(getattr(options.layer, "mlp", None), "router", None)
+        if router is not None and setting & _WITH_ROUTER and not self.minimum & _WITH_ROUTER:
+            self._undo.append(_sort_scores(router))
         self.setting = setting
 
 
@@ -355,3 +360,43 @@ class RecomputedMixin(torch.nn.Module):
 
         is_divided = self.config.distribute_saved_activations
         return tensor_parallel.checkpoint(run_again, is_divided, *inputs)
+
+
+def _sort_scores(router: torch.nn.Module) -> Callable[[], None]:
+    """Let a router that is recomputed by a setting round as without; return how to undo it.
+
+    megatron-core's router sorts the scores of a token's experts only where gradients are enabled.
+    In the forward of a checkpoint they are not, and a softmax over three or more scores rounds by
+    their order. Routers that the flags recompute stay as they are.
+    """
+    running: list[_SortedScores] = []
+
+    def begin(router: torch.nn.Module, _: Any) -> None:
+        if router.training and not torch.is_grad_enabled():
+            running.append(_SortedScores())
+            running[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        if running:
+            running.pop().__exit__(None, None, None)
+
+    hooks = (
+        router.register_forward_pre_hook(begin),
+        router.register_forward_hook(end, always_call=True),
+    )
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return undo
+
+
+class _SortedScores(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        options = dict(options or {})
+        if function is torch.topk:
+            options["sorted"] = True
+        return function(*arguments, **options)
