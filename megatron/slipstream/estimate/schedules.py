@@ -65,25 +65,21 @@ def idle_ms(
     milliseconds. Raises ``ValueError`` if the ranks deadlock.
     """
     num_stages = 1 + max(item.vp_stage for item in schedules[0])
-    ends: dict[tuple[int, Pass], float] = {}
+    ends: dict[Optional[tuple[int, Pass]], float] = {None: 0.0}
     now = [0.0] * len(schedules)
     waits: list[list[float]] = [[] for _ in schedules]
-    is_stuck = False
-    while not is_stuck:
-        is_stuck = True
+    while len(ends) <= sum(map(len, schedules)):
+        num_ended = len(ends)
         for rank, schedule in enumerate(schedules):
-            while len(waits[rank]) < len(schedule):
-                item = schedule[len(waits[rank])]
+            for item in schedule[len(waits[rank]) :]:
                 source = _source(rank, item, len(schedules), num_stages)
-                if source is not None and source not in ends:
+                if source not in ends:
                     break
-                ready = 0.0 if source is None else ends[source]
-                waits[rank].append(max(0.0, ready - now[rank]))
-                now[rank] = max(now[rank], ready) + duration_ms(rank, item)
-                ends[rank, item] = now[rank]
-                is_stuck = False
-    if any(len(wait) < len(schedule) for wait, schedule in zip(waits, schedules, strict=True)):
-        raise ValueError("the pipeline's ranks deadlock: each waits for another")
+                start = max(now[rank], ends[source])
+                waits[rank].append(start - now[rank])
+                now[rank] = ends[rank, item] = start + duration_ms(rank, item)
+        if len(ends) == num_ended:
+            raise ValueError("the pipeline's ranks deadlock: each waits for another")
     return waits
 
 
