@@ -105,23 +105,21 @@ class _Layer:
         self._tiled = TILED_PARTS if shape.mlp_sequence_tiles else frozenset()
         plain = parts_of_kind(shape, kind, NOTHING)
         self._full = {part.name: part.saved for part in plain}
-        kept = () if setting == WHOLE else self._parts.values()
-        self._kept = _bytes_of(kept)
+        self._kept = _bytes_of(self._parts.values())
         self._bytes = _bytes_of(plain) | self._kept
         # The part that is the first to save each tensor.
         self._owner: dict[str, str] = {}
         for part in self._parts.values():
-            for tensor in (*(part.saved if kept else ()), *self._full[part.name]):
+            for tensor in (*part.saved, *self._full[part.name]):
                 self._owner.setdefault(tensor.name, part.name)
         self._sections = list(self._find_sections())
 
     def forward(self, saves_input: bool) -> Iterator[Stretch]:
         """Yield its forward; ``saves_input`` if a checkpoint of whole layers starts here."""
         live: set[str] = set()
-        is_whole = self._setting == WHOLE
         for place, part in enumerate(self._parts.values()):
-            added = self._enter(live, () if is_whole else part.saved)
-            if place == 0 and saves_input and is_whole:
+            added = self._enter(live, part.saved)
+            if place == 0 and saves_input and self._setting == WHOLE:
                 added = self._hidden
                 live.add(self._input)
             yield Stretch(part.name, "forward", part.cost, added, added + self._beside(part, live))
@@ -191,9 +189,7 @@ class _Layer:
     def _find_sections(self) -> Iterator[_Section]:
         """Yield the parts that run again for each module of the setting, the outermost first."""
         done: set[str] = set()
-        for module in _OUTERMOST_FIRST if self._setting != WHOLE else ():
-            if module not in self._setting:
-                continue
+        for module in (name for name in _OUTERMOST_FIRST if name in self._setting):
             alone = parts_of_kind(self._shape, self._kind, frozenset({module}))
             parts = [
                 part.name

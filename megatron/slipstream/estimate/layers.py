@@ -171,10 +171,7 @@ def layer_parts(shape: ModelShape, layer: int) -> tuple[Part, ...]:
 
 @lru_cache(maxsize=512)
 def parts_of_kind(shape: ModelShape, kind: LayerKind, setting: LayerSetting) -> tuple[Part, ...]:
-    """Return the parts of such a layer; the shape is one that recomputes nothing.
-
-    All of a layer that is recomputed as a whole is saved in its rerun.
-    """
+    """Return the parts of such a layer; the shape is one that recomputes nothing."""
     return tuple(_Layer(shape, kind, setting).parts())
 
 
@@ -183,11 +180,12 @@ def saved_tensors(shape: ModelShape, layer: int) -> Saved:
 
     A layer that is recomputed as a whole saves its input, if a checkpoint starts there.
     """
+    found = {part.name: part.saved for part in layer_parts(shape, layer) if part.saved}
     kind, setting = shape.kind_and_setting(layer)
-    if setting != WHOLE:
-        return {part.name: part.saved for part in layer_parts(shape, layer) if part.saved}
-    tensor = SavedTensor(input_name(kind), shape.hidden_numel, shape.hidden_bytes)
-    return {CHECKPOINT_INPUTS: (tensor,)} if layer in shape.checkpoint_starts else {}
+    if setting == WHOLE and layer in shape.checkpoint_starts:
+        tensor = SavedTensor(input_name(kind), shape.hidden_numel, shape.hidden_bytes)
+        found[CHECKPOINT_INPUTS] = (tensor,)
+    return found
 
 
 def savers_of(saved: Saved) -> dict[str, tuple[SavedTensor, list[str]]]:
@@ -286,8 +284,10 @@ class _Layer:
         saves only ``of_checkpoint`` for it.
         """
         modules = frozenset(rerun_by.split())
-        if modules & self._setting & CHECKPOINTED_MODULES.keys():  # Nothing is marked in its rerun.
-            saved, is_marked = of_checkpoint, False
+        if self._is_whole:
+            saved = ()
+        elif modules & self._setting & CHECKPOINTED_MODULES.keys():
+            saved, is_marked = of_checkpoint, False  # Nothing is marked in its rerun.
         if taken is None:
             taken = self._parts[-1].given if self._parts else (self._hidden_state(self._stream),)
         if self._shape.mlp_sequence_tiles and name in TILED_PARTS:
@@ -343,8 +343,8 @@ class _Layer:
         query, key, value = heads_read = self._query_key_value()
         share, by, projections = 1.0, "", self._qk_norms()
         if latent:
-            by, projections = "mla_up_proj", self._latent_projections(latent)
-            up, down = self._latent_weights(latent)
+            by = "mla_up_proj"
+            up, down, projections = self._latent_projections(latent)
             # Ranks of a tensor-parallel group have all down-projections, each for its own tokens.
             up_flops, down_flops = 2.0 * tokens * up, 2.0 * shape.region_tokens * down
             share = up_flops / (up_flops + down_flops)
@@ -586,14 +586,6 @@ class _Layer:
     def _moved(self, times: int) -> Cost:
         return Cost(0.0, float(times) * self._shape.hidden_bytes)
 
-    def _latent_weights(self, latent: LatentAttention) -> tuple[int, int]:
-        shape, hidden = self._shape, self._shape.hidden_size
-        key_width = latent.qk_head_dim + latent.qk_pos_emb_head_dim
-        up = (latent.q_lora_rank or hidden) * shape.heads * key_width
-        up += latent.kv_lora_rank * shape.heads * (latent.qk_head_dim + latent.v_head_dim)
-        width = latent.kv_lora_rank + latent.qk_pos_emb_head_dim + (latent.q_lora_rank or 0)
-        return up, hidden * width
-
     # Saved tensors
 
     def _recomputes(self, module: str) -> bool:
@@ -625,31 +617,33 @@ class _Layer:
             *self._norm("key_before_norm", shape.tokens * shape.groups, shape.head_dim),
         )
 
-    def _latent_projections(self, latent: LatentAttention) -> Tensors:
-        shape = self._shape
-        # Keys and values are a view of the projection's output, which also holds the keys'
-        # positional part.
-        rank, position = latent.kv_lora_rank, latent.qk_pos_emb_head_dim
-        tensors = self._latent_norm("key_value_latent", rank, position)
-        if latent.q_lora_rank is not None:
-            tensors = self._latent_norm("query_latent", latent.q_lora_rank) + tensors
-        if not (shape.apply_rope_fusion or self._recomputes("mla_up_proj")):
+    def _latent_projections(self, latent: LatentAttention) -> tuple[int, int, Tensors]:
+        """Return the weights of up- and of down-projections, and what the norms between save."""
+        shape, tokens, hidden = self._shape, self._shape.region_tokens, self._shape.hidden_size
+        position, is_again = latent.qk_pos_emb_head_dim, self._recomputes("mla_up_proj")
+        key_width, up, down = latent.qk_head_dim + position, 0, 0
+        # Each latent vector, with the rest of the tensor that it is a view of, and the width of a
+        # head: the tensor of keys and values also holds the keys' positional part.
+        rows = [("key_value_latent", latent.kv_lora_rank, position,
+                 latent.qk_head_dim + latent.v_head_dim)]  # fmt: skip
+        if latent.q_lora_rank is None:
+            up = hidden * shape.heads * key_width
+        else:
+            rows.insert(0, ("query_latent", latent.q_lora_rank, 0, key_width))
+        tensors: Tensors = ()
+        for name, rank, rest, width in rows:
+            up += rank * shape.heads * width
+            down += hidden * (rank + rest)
+            saved: Tensors = ()
+            if shape.qk_layernorm and not is_again:  # The recomputed part contains the norm.
+                normed = self._input(f"normed_{name}", tokens * rank)
+                saved = (*self._norm(name, tokens, rank), normed)
+            if shape.uses_transformer_engine or not saved:
+                saved = (self._tensor(name, tokens * (rank + rest)), *saved[1:])
+            tensors += saved
+        if not (shape.apply_rope_fusion or is_again):
             tensors += self._rotary_tables(position)
-        return tensors
-
-    def _latent_norm(self, name: str, width: int, more: int = 0) -> Tensors:
-        """Return the tensors saved by a latent vector's norm and the projection after it.
-
-        ``more`` is the rest of the width of the tensor that the vector is a part of.
-        """
-        tokens = self._shape.region_tokens
-        latent = self._tensor(name, tokens * (width + more))
-        # The recomputed part contains the norm.
-        if not self._shape.qk_layernorm or self._recomputes("mla_up_proj"):
-            return (latent,)
-        norm = self._norm(name, tokens, width)
-        norm = (latent, *norm[1:]) if self._shape.uses_transformer_engine else norm
-        return (*norm, self._input(f"normed_{name}", tokens * width))
+        return up, down, tensors
 
     @property
     def _has_scores(self) -> bool:

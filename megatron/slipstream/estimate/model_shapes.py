@@ -288,7 +288,8 @@ class ModelShape:
     def feed_forward_sizes(self, kind: LayerKind) -> tuple[int, int]:
         """Rows and width of the activation function of an MLP or of a rank's experts."""
         if "E" in kind:
-            return self.expert_tokens, self._experts.ffn_hidden_size // self.parallelism.etp
+            assert self.experts is not None
+            return self.expert_tokens, self.experts.ffn_hidden_size // self.parallelism.etp
         return self.tokens, self.ffn_hidden_size // self.parallelism.tp
 
     @property
@@ -318,7 +319,8 @@ class ModelShape:
         As many tokens arrive from other ranks as are sent. Ranks that shard an expert's weights
         (ETP) all have the same input rows.
         """
-        return self.region_tokens * self._experts.topk * self.parallelism.etp
+        topk = self.experts.topk if self.experts else 0
+        return self.region_tokens * topk * self.parallelism.etp
 
     @property
     def uses_transformer_engine(self) -> bool:
@@ -374,12 +376,6 @@ class ModelShape:
 
     def chunks_of(self, pp_rank: int) -> tuple[Chunk, ...]:
         return tuple(chunk for chunk in self.chunks if chunk.pp_rank == pp_rank)
-
-    @property
-    def _experts(self) -> Experts:
-        if self.experts is None:
-            raise ValueError("the model has no experts (num_experts is not set)")
-        return self.experts
 
 
 def has_feed_forward(kind: LayerKind) -> bool:
