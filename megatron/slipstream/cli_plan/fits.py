@@ -6,27 +6,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Optional
 
 from megatron.slipstream.cli_plan.models import limit_bytes, speed_for
 from megatron.slipstream.cli_plan.options import AIMS, SEARCH, flag_of, refuse
+from megatron.slipstream.estimate import ways
 from megatron.slipstream.estimate.gpus import Speed
 from megatron.slipstream.estimate.model_state import host_state_bytes
 from megatron.slipstream.estimate.shape_tables import table
 from megatron.slipstream.estimate.training_setup import Configured
-from megatron.slipstream.estimate.ways import (
-    BUDGET,
-    BUILT_IN,
-    FULL,
-    HOST,
-    STEP_TOKENS,
-    WAYS,
-    Finder,
-    Fit,
-    Iteration,
-)
 from megatron.slipstream.plan.assignments import Limits
 from megatron.slipstream.plan.progress_bar import bar_on_stderr
 from megatron.slipstream.plan.render import format_bytes
@@ -41,7 +31,11 @@ DEFAULT_MARGIN_SHARE = 0.02
 _TITLES = {"off": "off", "selective": "selective recomputation", "full": "full recomputation",
            "built-in": "built-in engine", "budget": "memory budget"}  # fmt: skip
 _WALLS = {"state": "state", "layers": "layers' saved bytes", "backward": "backward of one layer",
-          "logits": "logits and loss", HOST: "host memory", "": "none"}  # fmt: skip
+          "logits": "logits and loss", ways.HOST: "host memory", "": "none"}  # fmt: skip
+
+
+Fits = Mapping[str, ways.Fit]
+"""The largest size with each way."""
 
 
 def prepare_search(options: argparse.Namespace) -> bool:
@@ -56,7 +50,7 @@ def prepare_search(options: argparse.Namespace) -> bool:
     refuse(options, AIMS, f"with {flag_of(asked[0], options)}", why)
     if options.longest_sequence and options.hf_config is not None and options.seq_length is None:
         tp, cp = options.tensor_model_parallel_size, options.context_parallel_size
-        options.seq_length = STEP_TOKENS * (cp or 1) * (tp or 1)
+        options.seq_length = ways.STEP_TOKENS * (cp or 1) * (tp or 1)
     return True
 
 
@@ -68,12 +62,13 @@ def show_fits(configured: Configured, options: argparse.Namespace) -> int:
         configured = replace(configured, num_micro_batches=1)
     finder = finder_for(configured, speed, options)
     with bar_on_stderr() as progress:
-        fits = [finder.fit(way) for way in progress.track(WAYS, description="searching")]
+        searched = progress.track(ways.WAYS, description="searching")
+        fits = {way: finder.fit(way) for way in searched}
     sys.stdout.writelines(f"{line}\n" for line in _lines(fits, finder, options))
-    return 0 if any(fit.size for fit in fits) else NOTHING_FITS
+    return 0 if any(fit.size for fit in fits.values()) else NOTHING_FITS
 
 
-def finder_for(configured: Configured, speed: Speed, options: argparse.Namespace) -> Finder:
+def finder_for(configured: Configured, speed: Speed, options: argparse.Namespace) -> ways.Finder:
     """Return the search for what fits into the memory that the options name."""
     memory = speed.memory_gib
     margin = memory * DEFAULT_MARGIN_SHARE if options.margin is None else options.margin
@@ -94,18 +89,18 @@ def finder_for(configured: Configured, speed: Speed, options: argparse.Namespace
     searched, step = "micro_batch_size", 1
     if not options.largest_micro_batch:
         searched = "seq_length"
-        step = STEP_TOKENS * par.cp * (par.tp if par.sequence_parallel else 1)
+        step = ways.STEP_TOKENS * par.cp * (par.tp if par.sequence_parallel else 1)
     limits = Limits(int((memory - margin) * 2**30), host)
-    return Finder(configured, speed, limits, searched, step)
+    return ways.Finder(configured, speed, limits, searched, step)
 
 
-def _lines(fits: Sequence[Fit], finder: Finder, options: argparse.Namespace) -> Iterator[str]:
+def _lines(fits: Fits, finder: ways.Finder, options: argparse.Namespace) -> Iterator[str]:
     unit = "sequences" if options.largest_micro_batch else "tokens"
-    budget = fits[WAYS.index(BUDGET)]
-    common = {fit.way: fit.size for fit in fits}[FULL] or budget.size
+    budget = fits[ways.BUDGET]
+    common = fits[ways.FULL].size or budget.size
     if options.longest_sequence and "seq_length" in options.typed:
         common = options.seq_length
-    yield _sentence(fits, budget, unit, finder)
+    yield _sentence(fits, unit, finder)
     yield ""
     yield from _table(fits, common, unit, finder)
     if budget.found is not None:
@@ -115,11 +110,14 @@ def _lines(fits: Sequence[Fit], finder: Finder, options: argparse.Namespace) -> 
     if not options.details:
         yield "--details shows what each way does and what fills the device"
         return
-    for fit in fits:
-        yield from ("", *_details(fit, unit))
+    for way, fit in fits.items():
+        text = fit.found.describe() if fit.found else "does not fit"
+        yield f"\n{_TITLES[way]}, {fit.size:,} {unit}: {text}"
+        yield from _details(fit)
 
 
-def _sentence(fits: Sequence[Fit], budget: Fit, unit: str, finder: Finder) -> str:
+def _sentence(fits: Fits, unit: str, finder: ways.Finder) -> str:
+    budget = fits[ways.BUDGET]
     name, count = finder.speed.name, finder.configured.shape.parallelism.num_gpus
     gpus = f"one {name} GPU" if count == 1 else f"{count} {name} GPUs"
     start = f"{finder.configured.title} on {gpus}"
@@ -131,24 +129,24 @@ def _sentence(fits: Sequence[Fit], budget: Fit, unit: str, finder: Finder) -> st
         )  # fmt: skip
         return f"{start}: no size fits{beyond}; divide the model further (--pp, --tp, --dp)"
     others = ", ".join(
-        f"{_TITLES[fit.way]} {fit.size:,}{' at most' * (fit.way == BUILT_IN)}"
-        for fit in fits
-        if fit.way != BUDGET
+        f"{_TITLES[way]} {fit.size:,}{' at most' * (way == ways.BUILT_IN)}"
+        for way, fit in fits.items()
+        if way != ways.BUDGET
     )
     return f"{start}: {budget.size:,} {unit} with a memory budget; {others}"
 
 
-def _table(fits: Sequence[Fit], common: int, unit: str, finder: Finder) -> Iterator[str]:
+def _table(fits: Fits, common: int, unit: str, finder: ways.Finder) -> Iterator[str]:
     at = f"step at {common:,}" if common else "step"
     rows = [["way", unit, "step", "tokens/s", "device", "host", at, "tokens/s", "wall"]]
-    for fit in fits:
-        there = finder.at(fit.way, common) if common else None
-        rows.append([_TITLES[fit.way], f"{fit.size:,}", *_cells(fit.found), *_cells(there)[:2],
+    for way, fit in fits.items():
+        there = finder.at(way, common) if common else None
+        rows.append([_TITLES[way], f"{fit.size:,}", *_cells(fit.found), *_cells(there)[:2],
                      _WALLS[fit.wall]])  # fmt: skip
     return table(rows, left=(0, -1))
 
 
-def _cells(found: Optional[Iteration]) -> list[str]:
+def _cells(found: Optional[ways.Iteration]) -> list[str]:
     """Return the step time, tokens/s, and the device and host memory, or dashes."""
     if found is None:
         return ["-"] * 4
@@ -156,7 +154,7 @@ def _cells(found: Optional[Iteration]) -> list[str]:
     return [*times, format_bytes(found.usage.parts.total), format_bytes(found.usage.host_bytes)]
 
 
-def _assumptions(finder: Finder) -> str:
+def _assumptions(finder: ways.Finder) -> str:
     limits, count = finder.limits, finder.configured.num_micro_batches
     host = "not limited (--host-memory)"
     if limits.host_bytes is not None:
@@ -170,13 +168,9 @@ def _assumptions(finder: Finder) -> str:
     )
 
 
-def _details(fit: Fit, unit: str) -> Iterator[str]:
-    text = fit.found.describe() if fit.found else "does not fit"
-    yield f"{_TITLES[fit.way]}, {fit.size:,} {unit}: {text}"
-    for usage, what in (
-        (fit.found.usage if fit.found else None, "peak"),
-        (fit.beyond, "next size"),
-    ):
+def _details(fit: ways.Fit) -> Iterator[str]:
+    peak = fit.found.usage if fit.found else None
+    for what, usage in (("peak", peak), ("next size", fit.beyond)):
         if usage is not None:
             sizes = usage.parts._asdict().items()
             parts = [f"{name} {format_bytes(size)}" for name, size in sizes if size]

@@ -126,30 +126,29 @@ def _layers_per_chunk(
     """Return each chunk's layers if the first or last rank has its own count; else empty."""
     pp, num_stages = parallelism.pp, parallelism.vpp or 1
     ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    counts_of = {flag_of(name, options): getattr(options, name) for name in ends}
-    given = dict(zip((0, pp - 1), counts_of.values(), strict=True))
+    of_ends = {name: getattr(options, name) for name in ends}
+    given = dict(zip((0, pp - 1), of_ends.values(), strict=True))
     given = {rank: count for rank, count in given.items() if count is not None}
     if not given:
         return ()
-    flags = [f"{flag}={count}" for flag, count in counts_of.items() if count is not None]
-    for flag, count in counts_of.items():
+    named = [f"{name}={count}" for name, count in of_ends.items() if count is not None]
+    for name, count in of_ends.items():
         if count is not None and count < 1:
-            raise ValueError(f"{flag}={count} must be positive; set 1 or more")
+            raise ValueError(f"{name}={count} must be positive; set 1 or more")
     num_others = pp - len(given)
     rest = num_layers - sum(given.values())
     each, left = divmod(rest, num_others) if num_others else (0, rest)
     if pp == 1 or pp > num_layers or rest < 0 or left:
         raise ValueError(
-            f"{' and '.join(flags)} leave{'s' * (len(flags) == 1)} {rest} layers for {num_others} "
-            f"pipeline ranks, which cannot be divided evenly; change {flags[0].split('=')[0]} or "
-            f"{flag_of('pipeline_model_parallel_size', options)}"
+            f"{' and '.join(named)} leave{'s' * (len(named) == 1)} {rest} layers for {num_others} "
+            f"pipeline ranks, which cannot be divided evenly; change {named[0].split('=')[0]} or "
+            "pipeline_model_parallel_size"
         )
     counts = [given.get(rank, each) for rank in range(pp)]
     if any(count % num_stages for count in counts):
-        flag = flag_of("virtual_pipeline_model_parallel_size", options)
         raise ValueError(
-            f"layers of the pipeline ranks, {counts}, are not multiples of {flag}={num_stages}; "
-            "change one of them"
+            f"layers of the pipeline ranks, {counts}, are not multiples of "
+            f"virtual_pipeline_model_parallel_size={num_stages}; change one of them"
         )
     return tuple((count // num_stages,) * num_stages for count in counts)
 

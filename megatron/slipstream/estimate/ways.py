@@ -430,7 +430,6 @@ STEP_TOKENS = 1024
 class Fit:
     """The largest size that fits with one way."""
 
-    way: str
     size: int
     """Tokens of a sequence, or sequences of a micro-batch; 0 if none fits."""
     found: Optional[Iteration]
@@ -461,12 +460,12 @@ class Finder:
         found = self.at(way, size) if size else None
         next_size = size + self.step
         if next_size > MAX_SIZE:
-            return Fit(way, size, found, None, "")
+            return Fit(size, found, None, "")
         model = self.model(next_size)
         usage = (model.least() if way == BUDGET else model.fixed(way)).usage
         # A budget's least device memory may need more of the host than there is.
         short = usage.parts.largest if self.limits.host_bytes is None else HOST
-        return Fit(way, size, found, usage, usage.exceeded(self.limits) or short)
+        return Fit(size, found, usage, usage.exceeded(self.limits) or short)
 
     def largest(self, way: str) -> int:
         """Return the largest size that fits with a way; 0 if none does."""
