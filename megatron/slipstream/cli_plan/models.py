@@ -47,13 +47,12 @@ def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configur
     if options.args_file is not None:
         needing = f"--args-file={options.args_file} needs"
         words = read_flags(options.args_file)
-    own = [word for word in words if word.split("=")[0] in _PLAN_ONLY]
-    if own:
-        flag = own[0].split("=")[0]
-        raise ValueError(
-            f"{flag} is an option of 'slipstream plan', not of a training; put it before the "
-            "flags, ahead of '--'"
-        )
+    for flag in (word.split("=")[0] for word in words):
+        if flag in _PLAN_ONLY:
+            raise ValueError(
+                f"{flag} is an option of 'slipstream plan', not of a training; put it before the "
+                "flags, ahead of '--'"
+            )
     command = split_command(list(words))
     try:
         from megatron.slipstream.integration.entry.model_arguments import configured_by_flags
