@@ -58,8 +58,7 @@ class Stretch(NamedTuple):
 def forward_pass(shape: ModelShape, chunk: Chunk) -> Iterator[Stretch]:
     """Yield the forward of one micro-batch through a model chunk."""
     for layer in chunk.layers:
-        saves_input = layer in shape.checkpoint_starts
-        yield from _at(layer, _layer(shape, layer).forward(saves_input))
+        yield from _at(layer, _layer(shape, layer).forward(layer in shape.checkpoint_starts))
     if chunk.is_last:
         yield from _head_passes(shape)[0]
 

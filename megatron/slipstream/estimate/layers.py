@@ -226,15 +226,14 @@ def input_name(kind: LayerKind) -> str:
 def head_costs(shape: ModelShape) -> dict[str, Cost]:
     """Return the costs of the final norm, output layer and loss, in forward order."""
     logits = shape.tokens * shape.vocab_size / shape.parallelism.tp
-    found = {
-        "final_norm": Cost(0.0, 2.0 * shape.hidden_bytes),
-        OUTPUT_LAYER: Cost(2 * logits * shape.hidden_size, logits * shape.element_bytes),
-        # Float32 logits are read and written a few times.
-        "loss": Cost(0.0, logits * 4 * _LOSS_PASSES),
-    }
     # Tiles run again in backward.
     factor = BACKWARD_PER_FORWARD + shape.loss_sequence_tiles
-    return {part: cost._replace(backward_factor=factor) for part, cost in found.items()}
+    return {
+        "final_norm": Cost(0.0, 2.0 * shape.hidden_bytes, factor),
+        OUTPUT_LAYER: Cost(2 * logits * shape.hidden_size, logits * shape.element_bytes, factor),
+        # Float32 logits are read and written a few times.
+        "loss": Cost(0.0, logits * 4 * _LOSS_PASSES, factor),
+    }
 
 
 def attended_pairs(shape: ModelShape) -> float:
@@ -493,8 +492,8 @@ class _Layer:
         normed = self._input("normed_attended", self._shape.hidden_numel)
         saved = self._add_norm("mlp_norm", normed, self._shape.uses_transformer_engine, "mlp")
         rows, width = self._shape.feed_forward_sizes(self._kind)
-        first, activation, second = self._products(rows, width)
-        activated, given, product = self._between("mlp", rows, width)
+        costs, activated, given, product = self._two_layers("mlp", rows, width)
+        first, activation, second = costs
         self._add("mlp_fc1", first, saved, activated[:1], rerun_by="mlp", of_checkpoint=saved[:1])
         self._add("mlp_act", activation, activated, (given,), rerun_by="mlp")
         self._add("mlp_fc2", second, (product,), rerun_by="mlp")
@@ -516,11 +515,11 @@ class _Layer:
         self._add("router", router, (*saved, scores), (sent,), rerun_by="moe", of_checkpoint=saved)
         if experts.shared_ffn_hidden_size:
             self._shared_experts(saved, experts.shared_ffn_hidden_size // shape.parallelism.tp)
+        costs, activated, given, product = self._two_layers("expert", rows, width)
         num_local = experts.num_experts // shape.parallelism.ep
         first, activation, second = (
-            cost._replace(weights=cost.weights * num_local) for cost in self._products(rows, width)
+            cost._replace(weights=cost.weights * num_local) for cost in costs
         )
-        activated, given, product = self._between("expert", rows, width)
         into, is_again = activated[:1], self._recomputes("moe_act")
         if shape.mlp_sequence_tiles:  # What goes in is 'expert_input'.
             activated = ()
@@ -538,14 +537,13 @@ class _Layer:
         self._add_residual("mlp", "layer_output")
 
     def _shared_experts(self, normed: Tensors, width: int) -> None:
-        shape, tokens = self._shape, self._shape.tokens
-        first, activation, second = self._products(tokens, width)
-        cost = first._replace(
-            flops=first.flops + second.flops,
-            traffic_bytes=first.traffic_bytes + activation.traffic_bytes + second.traffic_bytes,
-            weights=first.weights + second.weights,
+        shape = self._shape
+        costs, activated, given, product = self._two_layers("shared", shape.tokens, width)
+        cost = costs[0]._replace(
+            flops=sum(each.flops for each in costs),
+            traffic_bytes=sum(each.traffic_bytes for each in costs),
+            weights=sum(each.weights for each in costs),
         )
-        activated, _, product = self._between("shared", tokens, width)
         read = normed
         if shape.fp8_recipe and normed:
             read = (self._input("normed_attended_quantized", shape.hidden_numel),)
@@ -554,27 +552,34 @@ class _Layer:
             cost,
             (*read, *activated, product),
             taken=(self._hidden_state("normed_attended"),),
-            inside=tokens * width * shape.element_bytes * (self._gate_factor + 1),
+            inside=activated[0].nbytes + given.nbytes,
             rerun_by="moe shared_experts",
             of_checkpoint=() if self._recomputes("moe") else normed,
         )
 
     # Costs
 
-    @property
-    def _gate_factor(self) -> int:
-        return 2 if self._shape.gated_linear_unit else 1
+    def _two_layers(
+        self, prefix: str, rows: int, width: int
+    ) -> tuple[list[Cost], Tensors, SavedTensor, SavedTensor]:
+        """Return the costs of two linear layers and of the activation function between them.
 
-    def _products(self, rows: int, width: int) -> list[Cost]:
-        """Return the costs of two linear layers and of the activation function between them."""
-        shape, factor = self._shape, self._gate_factor
+        Also what that saves, its input first; what it gives; and what the second layer saves.
+        """
+        shape, numel = self._shape, rows * width
+        factor = 2 if shape.gated_linear_unit else 1
         weights = shape.hidden_size * width
         flops = 2.0 * rows * weights
-        return [
+        costs = [
             self._linear(factor * weights, rows * shape.hidden_size, factor * flops),
-            Cost(0.0, 1.0 * rows * width * (factor + 1) * shape.element_bytes),
-            self._linear(weights, rows * width, flops),
+            Cost(0.0, 1.0 * numel * (factor + 1) * shape.element_bytes),
+            self._linear(weights, numel, flops),
         ]
+        saved: Tensors = (self._tensor(f"{prefix}_projected", numel * factor),)
+        if shape.gated_linear_unit and not shape.bias_activation_fusion:
+            saved += tuple(self._tensor(f"{prefix}_{half}", numel) for half in ("gate", "linear"))
+        name = f"{prefix}_activated"
+        return costs, saved, self._tensor(name, numel), self._input(name, numel)
 
     def _linear(self, weights: int, input_numel: int, flops: Optional[float] = None) -> Cost:
         shape = self._shape
@@ -689,20 +694,6 @@ class _Layer:
     def _rotary_tables(self, width: int) -> Tensors:
         names = ("query_cosines", "query_sines", "key_cosines", "key_sines")
         return tuple(self._tensor(name, self._shape.sequence * width) for name in names)
-
-    def _between(
-        self, prefix: str, rows: int, width: int
-    ) -> tuple[Tensors, SavedTensor, SavedTensor]:
-        """Return what an activation function saves, its input first, and what it gives.
-
-        Also what the linear layer after it saves.
-        """
-        shape, numel = self._shape, rows * width
-        saved: Tensors = (self._tensor(f"{prefix}_projected", numel * self._gate_factor),)
-        if shape.gated_linear_unit and not shape.bias_activation_fusion:
-            saved += tuple(self._tensor(f"{prefix}_{half}", numel) for half in ("gate", "linear"))
-        name = f"{prefix}_activated"
-        return saved, self._tensor(name, numel), self._input(name, numel)
 
     def _hidden_state(self, name: str) -> SavedTensor:
         return self._tensor(name, self._shape.hidden_numel)

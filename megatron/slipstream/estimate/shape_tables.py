@@ -116,11 +116,11 @@ def describe(configured: Configured, speed: Speed) -> Iterator[str]:
 
 def answer(ranks: Sequence[RankPlan], title: str) -> str:
     """Return in one sentence what the plans reach on the ranks with the highest peaks."""
-    peaks = [rank.peaks for rank in ranks if rank.peaks is not None]
+    simulations = [rank.simulation for rank in ranks if rank.simulation is not None]
+    peaks = [each.peak_bytes for each in simulations if each.peak_bytes is not None]
     if not peaks:
         return f"{title}: nothing moves"
     without, planned = (max(each) for each in zip(*peaks, strict=True))
-    simulations = (rank.simulation for rank in ranks if rank.simulation is not None)
     slowest = max(simulations, key=lambda simulation: simulation.total_ms)
     return (
         f"{title}: the highest peak falls from {format_bytes(without)} to {format_bytes(planned)}; "
