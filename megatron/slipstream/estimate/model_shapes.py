@@ -286,11 +286,16 @@ class ModelShape:
         return self.heads, latent.qk_head_dim + latent.qk_pos_emb_head_dim, latent.v_head_dim
 
     def feed_forward_sizes(self, kind: LayerKind) -> tuple[int, int]:
-        """Rows and width of the activation function of an MLP or of a rank's experts."""
-        if "E" in kind:
-            assert self.experts is not None
-            return self.expert_tokens, self.experts.ffn_hidden_size // self.parallelism.etp
-        return self.tokens, self.ffn_hidden_size // self.parallelism.tp
+        """Rows and width of the activation function of an MLP or of a rank's experts.
+
+        Routing is even: as many tokens arrive from other ranks as are sent. Ranks that shard an
+        expert's weights (ETP) all have the same rows.
+        """
+        if "E" not in kind:
+            return self.tokens, self.ffn_hidden_size // self.parallelism.tp
+        assert self.experts is not None
+        etp = self.parallelism.etp
+        return self.region_tokens * self.experts.topk * etp, self.experts.ffn_hidden_size // etp
 
     @property
     def tokens(self) -> int:
@@ -311,16 +316,6 @@ class ModelShape:
     @property
     def hidden_bytes(self) -> int:
         return self.hidden_numel * self.element_bytes
-
-    @property
-    def expert_tokens(self) -> int:
-        """Input rows of a rank's experts with even routing.
-
-        As many tokens arrive from other ranks as are sent. Ranks that shard an expert's weights
-        (ETP) all have the same input rows.
-        """
-        topk = self.experts.topk if self.experts else 0
-        return self.region_tokens * topk * self.parallelism.etp
 
     @property
     def uses_transformer_engine(self) -> bool:

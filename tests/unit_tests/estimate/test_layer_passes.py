@@ -176,7 +176,7 @@ def test_tiles_bound_what_an_mlp_and_the_logits_take(
     whole = replace(LLAMA, seq_length=1 << 18, recompute_modules=setting, experts=experts)
     tiled = replace(whole, mlp_sequence_tiles=True, loss_sequence_tiles=True)
     parts = {"mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc1", "moe_act", "expert_fc2"}
-    rows = tiled.hidden_size * 2 * (tiled.expert_tokens if experts else tiled.tokens)
+    rows = tiled.hidden_size * 2 * tiled.feed_forward_sizes(tiled.kind_of(0))[0]
     for stretch in iteration(tiled):
         if stretch.part in (*parts, "output_layer", "loss"):
             assert stretch.peak_bytes - max(0, stretch.live_bytes) < 4 * rows + GIB
