@@ -199,13 +199,10 @@ def check_sizes(work: Workplan, ranks: Sequence[int], options: argparse.Namespac
         )
     most = max(sum(c.saved_bytes for (rank, _), c in chunks if rank == one) for one in ranks)
     if most * count > MAX_BYTES:
-        sizes = {
-            flag_of("seq_length", options): work.shape.seq_length,
-            flag_of("micro_batch_size", options): work.shape.micro_batch_size,
-            "--num-micro-batches": count,
-        }
-        shown = ", ".join(f"{flag}={value}" for flag, value in sizes.items())
         raise ValueError(
-            f"{shown}: the activations of a rank are {most * count / 2**30:.3g} GiB per iteration, "
-            f"but a plan supports up to {MAX_BYTES >> 30}; reduce one of them"
+            f"{flag_of('seq_length', options)}={work.shape.seq_length}, "
+            f"{flag_of('micro_batch_size', options)}={work.shape.micro_batch_size}, "
+            f"--num-micro-batches={count}: the activations of a rank are "
+            f"{most * count / 2**30:.3g} GiB per iteration, but a plan supports up to "
+            f"{MAX_BYTES >> 30}; reduce one of them"
         )
