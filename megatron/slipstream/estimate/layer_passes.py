@@ -188,42 +188,34 @@ class _Layer:
     def _find_sections(self) -> Iterator[_Section]:
         """Yield the parts that run again for each module of the setting, the outermost first."""
         done: set[str] = set()
-        for module in (name for name in _OUTERMOST_FIRST if name in self._setting):
+        for module in (name for name in _RERUN_BEFORE if name in self._setting):
             alone = parts_of_kind(self._shape, self._kind, frozenset({module}))
-            parts = [
-                part.name
-                for part in alone
-                if part.cost.rerun_share
-                and part.name not in done
-                and (part.name not in self._tiled or module in _WITH_TILES)
-            ]
+            with_tiles = self._tiled if module == "moe_act" else frozenset()
+            again = (p.name for p in alone if module in p.rerun_by or p.name in with_tiles)
+            parts = [name for name in again if name not in done]
             done.update(parts)
             missing = frozenset(self._bytes) - _bytes_of(alone).keys() - self._kept.keys()
             if module == "layernorm":  # The two norms run again at different times.
                 names = list(self._parts)
                 for norm in parts:
                     end = "mlp_residual" if norm == "mlp_norm" else "attn_residual"
-                    again = missing & {tensor.name for tensor in self._parts[norm].given}
-                    yield _Section(names[names.index(end) - 1], (norm,), again)
+                    given = {tensor.name for tensor in self._parts[norm].given}
+                    yield _Section(names[names.index(end) - 1], (norm,), missing & given)
             elif parts:
                 output, last = 0, parts[-1]
                 if module in CHECKPOINTED_MODULES and last not in self._tiled:
                     output = _nbytes(self._parts[last].given) or self._hidden
-                yield _Section(_BEFORE.get(module, last), tuple(parts), missing, output)
+                yield _Section(_RERUN_BEFORE[module] or last, tuple(parts), missing, output)
 
 
 _layer_of_kind = lru_cache(maxsize=256)(_Layer)
 
-_OUTERMOST_FIRST = (
-    *("moe", "mlp", "layernorm", "shared_experts", "moe_act", "mla_up_proj", "core_attn"),
-)
-"""Modules in an order in which what one runs again does not run again for a later one."""
-
-_WITH_TILES = ("moe", "mlp", "moe_act")
-"""The modules that run tiles again, for tiles of an MLP or experts."""
-
-_BEFORE = {"moe_act": "expert_fc2", "mla_up_proj": "core_attn"}
-"""The part before whose backward a module runs again, if it is not the module's last."""
+_RERUN_BEFORE = {
+    **dict.fromkeys(("moe", "mlp", "layernorm", "shared_experts"), ""),
+    **{"moe_act": "expert_fc2", "mla_up_proj": "core_attn", "core_attn": ""},
+}
+"""The part before whose backward a module runs again; empty for the module's last. What one runs
+again does not run again for a later one."""
 
 
 def _bytes_of(parts: Iterable[Part]) -> dict[str, int]:
