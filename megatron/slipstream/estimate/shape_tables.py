@@ -23,7 +23,7 @@ from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.estimate.training_setup import Configured
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.render import format_bytes
-from megatron.slipstream.plan.settings import WHOLE, LayerSetting
+from megatron.slipstream.plan.settings import WHOLE
 from megatron.slipstream.plan.walk import Simulation
 
 
@@ -131,17 +131,15 @@ def answer(ranks: Sequence[RankPlan], title: str) -> str:
 def layer_tables(configured: Configured, speed: Speed) -> Iterator[str]:
     """Tabulate, for each kind of layer, the bytes of its parts and how many compute can hide."""
     shape = configured.shape
-    layers = range(shape.num_layers)
-    counts = Counter(map(shape.kind_and_setting, layers))
-    shown: dict[tuple[LayerKind, LayerSetting], int] = {}
     # Of layers that are recomputed together, the first saves something.
-    for layer in sorted(layers, key=lambda layer: layer not in shape.checkpoint_starts):
-        shown.setdefault(shape.kind_and_setting(layer), layer)
-    for (letters, setting), layer in shown.items():
+    layers = sorted(range(shape.num_layers), key=lambda layer: layer not in shape.checkpoint_starts)
+    counts = Counter(map(shape.kind_and_setting, layers))
+    first = {shape.kind_and_setting(layer): layer for layer in reversed(layers)}
+    for (letters, setting), count in counts.items():
         kind = _NAMES[letters] + ", recomputed as a whole" * (setting == WHOLE)
         yield ""
-        yield f"Saved by {kind} ({counts[letters, setting]} of them) in one micro-batch"
-        yield from _layer_table(configured, speed, layer)
+        yield f"Saved by {kind} ({count} of them) in one micro-batch"
+        yield from _layer_table(configured, speed, first[letters, setting])
 
 
 _NAMES: Mapping[LayerKind, str] = {
