@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
 import torch
@@ -136,6 +136,13 @@ def _has_scores(chunk: Any) -> bool:
     return getattr(backend, "name", None) == "unfused" or any(
         isinstance(module, DotProductAttention) for module in chunk.modules()
     )
+
+
+def received_bytes(chunks: Iterable[Any]) -> int:
+    """Return the bytes of the hidden states that model chunks have from other stages."""
+    decoders = (getattr(chunk, "decoder", None) for chunk in chunks)
+    received = (getattr(decoder, "input_tensor", None) for decoder in decoders)
+    return sum(item.untyped_storage().nbytes() for item in received if torch.is_tensor(item))
 
 
 def shape_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[tuple[int, int]]:

@@ -2,6 +2,12 @@
 
 """What an iteration within a budget may use of the device, and of the host beside an optimizer.
 
+[Note: What stages exchange]
+Where an iteration begins and where it ends, a schedule and autograd hold some hidden states that
+stages have exchanged, not the same number at both. Added up over iterations, the difference would
+pass for resident memory, and activations would exceed the budget by it. So resident memory changes
+only by more than that. An optimizer's state is usually more, and comes once.
+
 [Note: An optimizer on the host]
 megatron-core's ``HybridDeviceOptimizer`` (``optimizer_cpu_offload``) pins copies of its parameters
 when it is built, and gradients and Adam's two moments in its first step, after the limit on the
@@ -19,6 +25,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
+from megatron.slipstream.integration.budget.batch_sizes import received_bytes
 from megatron.slipstream.integration.budget.stage_ranks import StageRanks
 from megatron.slipstream.plan import relaxation
 from megatron.slipstream.plan.relaxation import Limits
@@ -53,6 +60,8 @@ class DeviceLimits:
         """Bytes of activations that all ranks of the stage may use, as of the last choice."""
         self._left_bytes: Optional[int] = None
         """What iterations have left allocated beside gradients; None before the first one."""
+        self._received_bytes = self._exchanged_bytes = 0
+        self._resident_bytes = 0
         self._end_bytes = math.inf
         """The device peak at which memory has run out."""
 
@@ -70,7 +79,12 @@ class DeviceLimits:
         reading = backend.memory()
         assert reading is not None
         base_bytes = reading[0] + _absent_gradient_bytes(chunks)
-        resident_bytes = base_bytes - max(0, self._left_bytes or 0)
+        resident_bytes = base_bytes - max(0, self._left_bytes or 0) - self._received_bytes
+        change_bytes = resident_bytes - self._resident_bytes
+        if self._left_bytes is not None and abs(change_bytes) <= self._exchanged_bytes:
+            resident_bytes -= change_bytes
+            self._left_bytes += change_bytes
+        self._resident_bytes = resident_bytes
         if self._budget != "auto":
             device_bytes = resident_bytes + int(self._budget * 2**30)
         else:
@@ -85,6 +99,18 @@ class DeviceLimits:
         host_bytes = self._engine.store.host_pool.limit_bytes
         device_bytes = int(min(device_bytes, end_bytes))
         return Limits(device_bytes, resident_bytes, base_bytes, bandwidth, host_bytes)
+
+    def begin(self, chunks: Sequence[torch.nn.Module], hidden_bytes: int) -> None:
+        """Note what an iteration begins with: [Note: What stages exchange].
+
+        Args:
+            chunks: The chunks of the model.
+            hidden_bytes: The bytes of a micro-batch's hidden states; 0 if they are not known yet.
+        """
+        self._received_bytes = received_bytes(chunks)
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            # Of each chunk an input and its gradient; of one, also an output's, and one more input.
+            self._exchanged_bytes = 2 * (len(chunks) + 1) * hidden_bytes
 
     def note_growth(self, nbytes: int) -> None:
         """Note by how much an iteration has increased what is allocated beside gradients."""

@@ -205,6 +205,7 @@ class MemoryBudget:
             layer_settings.apply(relaxation.frugal, self._chunks)
             return
         self._ranks.begin()
+        self._limits.begin(self._chunks, self._boundaries.hidden_bytes)
         self._num_unfit = 0 if self._has_fitted else self._num_unfit + 1
         if not self._peak_bytes:  # The first iteration.
             self._follow(relaxation, self._limits.find(self._chunks, relaxation.frugal_bytes))

@@ -37,6 +37,8 @@ class LayerBoundaries:
         self._undo: list[Callable[[], None]] = []
         self.is_on = False
         """Whether the running iteration is measured."""
+        self.hidden_bytes = 0
+        """Bytes of the last output of a chunk's layers; 0 before the first."""
         self._clear()
 
     def _clear(self) -> None:
@@ -256,6 +258,9 @@ class LayerBoundaries:
             chunk = self._layers[index].chunk
             self._at_gradient(outputs, Place.GRADIENT, chunk, index)
             if index + 1 == len(self._layers) or self._layers[index + 1].chunk != chunk:
+                self.hidden_bytes = sum(
+                    tensor.untyped_storage().nbytes() for tensor in tensors_in(outputs)
+                )
                 self.come_to(Place.LAYERS_END, chunk)
 
     def _at_gradient(self, values: Any, place: Place, chunk: int, layer: int) -> None:
