@@ -284,8 +284,9 @@ def test_more_micro_batches_in_flight_are_foreseen() -> None:
     for result in (first, second):
         _check(result)
         assert result.stages[-1] is Stage.SETTLED
-    told = ["more micro-batches are in flight than the 1" in text for text in first.warnings]
-    assert told == [True], first.warnings
+    # On a CPU, whatever moves does so without times, which a warning says.
+    (told,) = (text for text in first.warnings if "there are no times" not in text)
+    assert "more micro-batches are in flight than the 1" in told
     assert first.stages[11] is Stage.FRUGAL
     assert second.warnings == []
 
