@@ -169,8 +169,11 @@ class LayerVisits:
         return ("F", kind, setting) in self._measured and ("B", kind, setting) in self._measured
 
     def held_bytes(self, kind: str, setting: LayerSetting) -> int:
-        """Return what one micro-batch holds of such a layer until its backward."""
-        return max(0, self._measured["F", kind, setting].net_bytes)
+        """Return what one micro-batch holds of such a layer until its backward.
+
+        It is negative if forward frees more than it saves: [Note: What layers keep].
+        """
+        return self._measured["F", kind, setting].net_bytes
 
     def most_bytes(self, assignment: Assignment) -> int:
         """Return the most that activations of an iteration need at once if nothing moves.
@@ -199,7 +202,7 @@ class LayerVisits:
             setting: Its setting.
             moved_bytes: The bytes of a micro-batch that move.
         """
-        held = {one: self.held_bytes(layer.kind, one) for one in self._settings(layer.kind)}
+        held = {one: max(0, self.held_bytes(layer.kind, one)) for one in self._settings(layer.kind)}
         own = held.get(setting, 0)
         most = held.get(layer.settings[-1], max(held.values(), default=0))
         return max(most, own), min(moved_bytes, own), max(0, most - own)
@@ -241,7 +244,7 @@ class LayerVisits:
         Some modules, such as dispatchers of experts, keep their last tensors until they run again,
         and how many depends on the setting. So an iteration's first forward of a layer grows by
         what it saves, and by what it keeps now, less what it has kept so far. Later forwards grow
-        by what it saves, and backward frees that.
+        by what it saves, and backward frees that; or forward frees what backward has left to keep.
 
         Args:
             assignment: The settings with which it ran.
@@ -455,7 +458,7 @@ class LayerVisits:
         held = self.held_bytes(kind, setting)
         most = max(self.held_bytes(kind, one) for one in self._settings(kind))
         recomputed_ms = (most - held) * MS_PER_BYTE
-        movable = min(self._movable.get((kind, setting), 0), held)
+        movable = max(0, min(self._movable.get((kind, setting), 0), held))
         return Template(
             (forward.work(held), Mark(StepKind.FORWARD_COMMIT, 0, ONE_GROUP)),
             (
@@ -472,7 +475,8 @@ class LayerVisits:
         if self.is_measured(kind, setting):
             return self._template(kind, setting)
         frugal, *_, least = next(one.settings for one in self.layers if one.kind == kind)
-        kept, again = self.held_bytes(kind, frugal), self._measured["B", kind, frugal].peak_bytes
+        kept = max(0, self.held_bytes(kind, frugal))
+        again = self._measured["B", kind, frugal].peak_bytes
         rerun = self._rerun.get(kind, Rerun(again))
         held, most = kept + min(again, rerun.nbytes), kept + again
         ahead = most
@@ -482,7 +486,14 @@ class LayerVisits:
             held -= rerun.mlp_bytes
             # While its backward runs, there are the output and its gradient once more.
             most += 2 * rerun.output_bytes
-        return Template((Work(0.0, held, max(held, ahead)),), (Work(0.0, -held, most - held),))
+        # A layer that runs again as a whole saves at least its input. If it holds less, backward
+        # leaves more than forward, and so may backward with the setting.
+        left_bytes = max(0, rerun.output_bytes - self.held_bytes(kind, frugal))
+        return Template(
+            (Work(0.0, held, max(held, ahead)),),
+            (Work(0.0, -held, most - held),),
+            left_bytes=left_bytes,
+        )
 
     def _work_of(self, kind: str, setting: LayerSetting) -> tuple[_Measured, _Measured]:
         """Return the work in forward, and in backward, with times as settings can differ.

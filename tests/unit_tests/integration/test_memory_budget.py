@@ -521,6 +521,15 @@ def test_what_experts_keep_until_they_run_again_counts_once(number: int) -> None
         assert composed == pytest.approx(needed, rel=0.015)
 
 
+def test_forward_frees_what_experts_kept_since_they_ran_again() -> None:
+    """Without it, what is composed for recomputed layers is a hidden state too high for each."""
+    run = Run(EXPERTS, 0.4, (2,) * 7, modules=MOE_MODULES)
+    ((_, compared),) = run_ranks(1, compose_choices, run)
+    assert compared
+    for composed, needed in compared:
+        assert composed == pytest.approx(needed, rel=0.01)
+
+
 STAGES = ModelCase(
     "moe",
     num_layers=8,
