@@ -106,6 +106,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ["--pp", "100000000", "--decoder-first-pipeline-num-layers", "32"],
             "--decoder-first-pipeline-num-layers=32 leaves 0 layers for 99999999 pipeline ranks",
         ),
+        (
+            ["--decoder-first-pipeline-num-layers", "5"],
+            "--decoder-first-pipeline-num-layers=5 leaves 27 layers for 0 pipeline ranks",
+        ),
+        (
+            ["--recorded-seq-length", "4k"],
+            "--recorded-seq-length is not supported with --hf-config because nothing was recorded",
+        ),
         (["--gb-per-s", "1e-300"], "--gb-per-s=1e-300 must be 0.1 or more"),
         (["--target-memory", "1e300"], "--target-memory=1e+300 must be above 0 GiB, to 1073741824"),
         (["--state-gib", "1e300"], "--state-gib=1e+300 must be 0 to 1073741824"),

@@ -83,6 +83,7 @@ def show_plan(options: argparse.Namespace) -> int:
     if is_trace:
         refuse(options, UNTIMED, f"with {given[0]}", "that has times and sizes of its own")
         return _show_trace(Path(words[0]), options)
+    refuse(options, ["recorded_seq_length"], f"with {given[0]}", "nothing was recorded there")
     try:
         return _show_configured(words, options)
     except ValueError as error:

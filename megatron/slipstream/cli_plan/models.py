@@ -126,8 +126,8 @@ def _layers_per_chunk(
     pp, num_stages = parallelism.pp, parallelism.vpp or 1
     ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     of_ends = {name: getattr(options, name) for name in ends}
-    given = dict(zip((0, pp - 1), of_ends.values(), strict=True))
-    given = {rank: count for rank, count in given.items() if count is not None}
+    pairs = zip((0, pp - 1), of_ends.values(), strict=True)
+    given = {rank: count for rank, count in pairs if count is not None}
     if not given:
         return ()
     named = [f"{name}={count}" for name, count in of_ends.items() if count is not None]
