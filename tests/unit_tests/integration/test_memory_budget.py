@@ -280,13 +280,12 @@ def test_the_stages_of_a_pipeline_have_each_its_own() -> None:
 def test_more_micro_batches_in_flight_are_foreseen() -> None:
     """The first stage of two holds one until there are two; all is then measured again."""
     case = ModelCase("dense", num_layers=4, pp=2, overrides=NORM)
-    first, second = _train_together(Run(case, 0.7, (1,) * 10 + (2,) * 12, "cpu-lazy"))
+    first, second = _train_together(Run(case, 0.74, (1,) * 10 + (2,) * 10, "cpu-lazy"))
     for result in (first, second):
         _check(result)
         assert result.stages[-1] is Stage.SETTLED
-    # On a CPU, whatever moves does so without times, which a warning says.
-    (told,) = (text for text in first.warnings if "there are no times" not in text)
-    assert "more micro-batches are in flight than the 1" in told
+    told = ["more micro-batches are in flight than the 1" in text for text in first.warnings]
+    assert told == [True], first.warnings
     assert first.stages[11] is Stage.FRUGAL
     assert second.warnings == []
 
@@ -477,9 +476,9 @@ EXPERTS = ModelCase(
 
 def compose_choices(
     rank: int, world_size: int, port: int, run: Run
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """What is resident in each iteration, and for each choice what it is composed to need and has
-    needed beside that, with nothing offloaded."""
+) -> tuple[Budgeted, list[int], list[tuple[int, int]]]:
+    """What iterations needed, what is resident in each, and for each choice what it is composed to
+    need and has needed beside that, with nothing offloaded."""
     resident: list[int] = []
     composed: list[int] = []
     compared: list[tuple[int, int]] = []
@@ -506,15 +505,15 @@ def compose_choices(
         patch.object(Relaxation, "advance", note_composed),
         patch.object(LayerVisits, "add", note_needed),
     ):
-        train_within(rank, world_size, port, run)
-    return resident, compared
+        (result,) = train_within(rank, world_size, port, run)
+    return result, resident, compared
 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_what_experts_keep_until_they_run_again_counts_once(number: int) -> None:
     """It depends on the setting, and is neither resident nor what another layer saves."""
     run = Run(EXPERTS, 0.75, (number,) * 7, modules=MOE_MODULES)
-    ((resident, compared),) = run_ranks(1, compose_choices, run)
+    ((_, resident, compared),) = run_ranks(1, compose_choices, run)
     assert max(resident) - min(resident) < 64, "counters of modules"
     assert compared
     for composed, needed in compared:
@@ -523,8 +522,7 @@ def test_what_experts_keep_until_they_run_again_counts_once(number: int) -> None
 
 def test_forward_frees_what_experts_kept_since_they_ran_again() -> None:
     """Without it, what is composed for recomputed layers is a hidden state too high for each."""
-    run = Run(EXPERTS, 0.4, (2,) * 7, modules=MOE_MODULES)
-    ((_, compared),) = run_ranks(1, compose_choices, run)
+    ((_, _, compared),) = run_ranks(1, compose_choices, Run(EXPERTS, 0.4, (2,) * 7))
     assert compared
     for composed, needed in compared:
         assert composed == pytest.approx(needed, rel=0.01)
@@ -545,26 +543,10 @@ STAGES = ModelCase(
 )
 
 
-def train_noting_resident(
-    rank: int, world_size: int, port: int, run: Run
-) -> tuple[Budgeted, list[int]]:
-    """What iterations needed, and what was resident in each."""
-    resident: list[int] = []
-    advance = Relaxation.advance
-
-    def note_resident(relaxation: Relaxation, limits: Limits) -> Assignment:
-        resident.append(limits.resident_bytes)
-        return advance(relaxation, limits)
-
-    with patch.object(Relaxation, "advance", note_resident):
-        (result,) = train_within(rank, world_size, port, run)
-    return result, resident
-
-
 def test_what_pipeline_stages_exchange_does_not_add_up_to_resident_memory() -> None:
     """It did by a hidden state per iteration: the last stage exceeded this budget by 3%."""
-    run = Run(STAGES, 0.5, (6,) * 8, modules=MOE_MODULES)
-    for result, resident in run_ranks(2, train_noting_resident, run):
+    run = Run(STAGES, 0.5, (6,) * 8)
+    for result, resident, _ in run_ranks(2, compose_choices, run):
         assert len(resident) > 4
         assert len(set(resident)) == 1
         assert max(result.activation_bytes) <= result.budget_bytes
