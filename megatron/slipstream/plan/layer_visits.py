@@ -475,8 +475,9 @@ class LayerVisits:
         if self.is_measured(kind, setting):
             return self._template(kind, setting)
         frugal, *_, least = next(one.settings for one in self.layers if one.kind == kind)
-        kept = max(0, self.held_bytes(kind, frugal))
+        frugal_bytes = self.held_bytes(kind, frugal)
         again = self._measured["B", kind, frugal].peak_bytes
+        kept = max(0, frugal_bytes)
         rerun = self._rerun.get(kind, Rerun(again))
         held, most = kept + min(again, rerun.nbytes), kept + again
         ahead = most
@@ -488,7 +489,7 @@ class LayerVisits:
             most += 2 * rerun.output_bytes
         # A layer that runs again as a whole saves at least its input. If it holds less, backward
         # leaves more than forward, and so may backward with the setting.
-        left_bytes = max(0, rerun.output_bytes - self.held_bytes(kind, frugal))
+        left_bytes = max(0, rerun.output_bytes - frugal_bytes)
         return Template(
             (Work(0.0, held, max(held, ahead)),),
             (Work(0.0, -held, most - held),),

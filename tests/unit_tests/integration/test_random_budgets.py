@@ -13,16 +13,12 @@ from typing import Any
 
 import pytest
 from budgeted_training import Run, train_within
-from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
+from model_case import ModelCase
 from random_seeds import first_seed
 from ranks import run_ranks
 
 FIRST = first_seed()
 NUM_MODELS = int(os.environ.get("SLIPSTREAM_RANDOM_BUDGETS", "5"))
-LATENT: dict[str, Any] = {
-    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8},
-    **{"v_head_dim": 8, "ffn_hidden_size": 128},
-}
 NUM_STEPS = 8
 """The frugal iteration, two for each of two trials, two for a choice, and one more."""
 
@@ -34,8 +30,6 @@ def draw_run(seed: int) -> Run:
     kind = draw.choice(kinds)
     has_experts = kind in ("moe", "mixed") or (kind == "mla" and draw.random() < 0.5)
     overrides: dict[str, Any] = {"normalization": "LayerNorm"}
-    if kind == "mla":
-        overrides |= LATENT
     if has_experts:
         overrides |= {
             "num_moe_experts": 8,
@@ -55,8 +49,7 @@ def draw_run(seed: int) -> Run:
         **layout,
     )
     counts = (2 * draw.choice((1, 2)),) * NUM_STEPS
-    modules = DENSE_MODULES if kind == "dense" else MOE_MODULES
-    return Run(case, draw.uniform(0.25, 0.9), counts, modules=modules)
+    return Run(case, draw.uniform(0.25, 0.9), counts)
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + NUM_MODELS))

@@ -140,9 +140,12 @@ def _has_scores(chunk: Any) -> bool:
 
 def received_bytes(chunks: Iterable[Any]) -> int:
     """Return the bytes of the hidden states that model chunks have from other stages."""
-    decoders = (getattr(chunk, "decoder", None) for chunk in chunks)
-    received = (getattr(decoder, "input_tensor", None) for decoder in decoders)
-    return sum(item.untyped_storage().nbytes() for item in received if torch.is_tensor(item))
+    received = filter(torch.is_tensor, map(_received, chunks))
+    return sum(item.untyped_storage().nbytes() for item in received)
+
+
+def _received(chunk: Any) -> Any:
+    return getattr(getattr(chunk, "decoder", None), "input_tensor", None)
 
 
 def shape_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[tuple[int, int]]:
@@ -153,7 +156,7 @@ def shape_of(chunk: Any, tensors: Sequence[torch.Tensor]) -> Optional[tuple[int,
         tensors: Its arguments. The first chunk's begin with token ids ``[b, s]``; others have the
             hidden states ``[s, b, h]`` in ``decoder.input_tensor``.
     """
-    received = getattr(getattr(chunk, "decoder", None), "input_tensor", None)
+    received = _received(chunk)
     ids = [item for item in tensors if item.dim() == 2 and not item.is_floating_point()]
     if ids:
         batch, length = ids[0].shape

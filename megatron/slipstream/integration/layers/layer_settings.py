@@ -9,6 +9,7 @@ no setting recomputes less. Results do not depend on settings.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -190,7 +191,7 @@ class _State:
             self._undo.append(convert(options.layer, RecomputedMixin))
         router = getattr(getattr(options.layer, "mlp", None), "router", None)
         if router is not None and setting & _WITH_ROUTER and not self.minimum & _WITH_ROUTER:
-            self._undo.append(_sort_scores(router))
+            self._undo += _sort_scores(router)
         self.setting = setting
 
 
@@ -362,34 +363,23 @@ class RecomputedMixin(torch.nn.Module):
         return tensor_parallel.checkpoint(run_again, is_divided, *inputs)
 
 
-def _sort_scores(router: torch.nn.Module) -> Callable[[], None]:
-    """Let a router that is recomputed by a setting round as without; return how to undo it.
+def _sort_scores(router: torch.nn.Module) -> list[Callable[[], None]]:
+    """Let a router that is recomputed by a setting round as without; return what undoes it.
 
     megatron-core's router sorts the scores of a token's experts only where gradients are enabled.
     In the forward of a checkpoint they are not, and a softmax over three or more scores rounds by
     their order. Routers that the flags recompute stay as they are.
     """
-    running: list[_SortedScores] = []
+    stack = contextlib.ExitStack()
 
     def begin(router: torch.nn.Module, _: Any) -> None:
         if router.training and not torch.is_grad_enabled():
-            running.append(_SortedScores())
-            running[-1].__enter__()
+            stack.enter_context(_SortedScores())
 
-    def end(*_: Any) -> None:
-        if running:
-            running.pop().__exit__(None, None, None)
-
-    hooks = (
-        router.register_forward_pre_hook(begin),
-        router.register_forward_hook(end, always_call=True),
-    )
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return undo
+    return [
+        router.register_forward_pre_hook(begin).remove,
+        router.register_forward_hook(lambda *_: stack.close(), always_call=True).remove,
+    ]
 
 
 class _SortedScores(TorchFunctionMode):
