@@ -248,6 +248,7 @@ class OffloadEngine:
 
     def end_iteration(self) -> None:
         now, life, builder = self.now, self.lifecycle, self._report_builder
+        now.is_over = True
         now.leave_pass()
         if now.num_steps > 0:
             life.finish(now, self._report.pp_rank)
@@ -458,11 +459,12 @@ class OffloadEngine:
         """Discard the iteration so far if it ended in an exception.
 
         Detected when autograd has freed the saved tensors of a pass before its backward, while no
-        other pass awaits backward.
+        other pass awaits backward; or when the exception came while the iteration was ended.
         """
         passes = self.now.passes
-        if any(chunk.lacks_backward for chunk in passes) and not any(
-            chunk.awaits_backward for chunk in passes
+        is_abandoned = any(chunk.lacks_backward for chunk in passes)
+        if self.now.is_over or (
+            is_abandoned and not any(chunk.awaits_backward for chunk in passes)
         ):
             logger.warning("an iteration ended before its backward pass; recording starts again")
             self.clear_iteration()

@@ -439,8 +439,9 @@ class HostPool:
 
     @property
     def is_idle(self) -> bool:
+        """Whether no buffer is in use, and no exception has interrupted a method."""
         # An interrupt may have come between a buffer and its count.
-        is_unused = not (self._usage.in_use or self._in_use)
+        is_unused = not (self._usage.in_use or self._in_use or self._is_busy)
         return is_unused and (self.layout is None or self.layout.is_idle)
 
     def recover(self, finish: Callable[[], None]) -> None:

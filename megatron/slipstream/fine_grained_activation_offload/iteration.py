@@ -26,6 +26,8 @@ class Iteration:
     """
 
     has_begun: bool = False
+    is_over: bool = False
+    """Whether it is being ended; it stays so if an exception interrupts that."""
     num_entered: int = 0
     """Number of times that forward has entered a model chunk, with or without the engine."""
     trial: Optional[TrialIteration] = None

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import sys
 import time
@@ -15,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from fault_places import Alarm, Fault, Place
+from fault_places import ENGINE, Alarm, Fault, Place
 from hand_driven import LAZY_NATIVE, HandDriven
 from torch.autograd.graph import saved_tensors_hooks
 from toy_model import all_equal, make_chunks, make_manager, run_schedule
 
+from megatron.slipstream.fine_grained_activation_offload import host_pool, recorder
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostUsage
 from megatron.slipstream.fine_grained_activation_offload.regions import RegionFlag
@@ -31,6 +31,10 @@ BACKENDS = ["cpu-lazy", LAZY_NATIVE]
 NUM_SIGNALS = 60
 NUM_BEFORE = 6
 """Iterations after which plan, host layout and C++ steps are followed."""
+NUM_LINES_OF_CLEAR = 24
+"""Lines with which the recorder ends an iteration."""
+NUM_UNTIL_FOLLOWED = 3
+"""Iterations after a fault and the next one, before they are followed again."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,27 +81,43 @@ class Rig:
         assert not store.copy_streams.keeps_memory
 
 
-def sweep(rig: Rig, num_before: int, stride: int, kind: str, is_after: bool = False) -> int:
-    """Raise at every ``stride``-th place of the iteration after ``num_before``. Returns how many.
+def sweep(
+    rig: Rig,
+    num_before: int,
+    which: slice,
+    kind: str,
+    is_after: bool = False,
+    files: str = ENGINE,
+) -> int:
+    """Raise at some places of the iteration after ``num_before``. Returns how many.
 
-    Places are the backend's ``calls`` or the engine's ``lines``.
+    Places are the backend's ``calls``, or the ``lines`` of Python of these files.
     """
-    manager = rig.renew(num_before)
-    for number in itertools.count(step=stride):
+
+    def fail_at(number: int) -> Place:
         place = Place(number, is_after)
         if kind == "calls":
-            rig.fail(place.among_calls(manager.store.backend, manager.store.is_native))
+            rig.fail(place.among_calls(rig.manager.store.backend, rig.manager.store.is_native))
         else:
-            rig.fail(place.among_lines())
-        if not place.is_reached:
-            return number // stride
+            rig.fail(place.among_lines(files))
+        return place
+
+    rig.renew(num_before)
+    num_places = fail_at(sys.maxsize).num_passed
+    rig.renew(num_before)
+    numbers = range(num_places)[which]
+    for number in numbers:
+        place = fail_at(number)
         try:
             rig.assert_recovers()
         except BaseException as error:
             raise AssertionError(f"after a fault at place {number} {place.line}") from error
         if not num_before:
-            manager = rig.renew(0)
-    raise AssertionError
+            rig.renew(0)
+        for _ in range(NUM_UNTIL_FOLLOWED if num_before else 0):
+            assert rig.is_right()
+        assert place.is_reached, f"place {number} of {num_places}"
+    return len(numbers)
 
 
 @pytest.mark.parametrize(
@@ -108,16 +128,28 @@ def sweep(rig: Rig, num_before: int, stride: int, kind: str, is_after: bool = Fa
 def test_a_call_of_the_backend_raises(
     backend: str, is_after: bool, num_before: int, stride: int
 ) -> None:
-    assert sweep(Rig(backend), num_before, stride, "calls", is_after) > 10
+    assert sweep(Rig(backend), num_before, slice(None, None, stride), "calls", is_after) > 10
 
 
 @pytest.mark.parametrize(
-    "num_before, stride", [(0, 401), (NUM_BEFORE, 17)], ids=["recording", "following a plan"]
+    "num_before, stride", [(0, 101), (NUM_BEFORE, 41)], ids=["recording", "following a plan"]
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_interrupt_at_a_line_of_the_engine(backend: str, num_before: int, stride: int) -> None:
     """Lines of Python: an interrupt by a signal comes between any two of its instructions."""
-    assert sweep(Rig(backend), num_before, stride, "lines") > 10
+    assert sweep(Rig(backend), num_before, slice(None, None, stride), "lines") > 10
+
+
+def test_an_interrupt_at_any_line_of_the_pool_of_host_memory() -> None:
+    """Five lines in a row leave it busy, of those after the buffers of an iteration."""
+    every_fifth = slice(None, None, 5)
+    assert sweep(Rig("cpu-lazy"), NUM_BEFORE, every_fifth, "lines", files=host_pool.__file__) > 100
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_interrupt_while_an_iteration_is_ended_discards_it(backend: str) -> None:
+    last = slice(-NUM_LINES_OF_CLEAR, None)
+    sweep(Rig(backend), 0, last, "lines", files=recorder.__file__)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
