@@ -232,7 +232,7 @@ MORE = {
     ),
     "hybrid": (
         replace(MOE, kind="hybrid", num_layers=8),
-        {"moe_layer_freq": 2},  # Read by megatron-core's check of the part "mlp" alone.
+        {},
         ("attn", "mlp", "moe_router"),
         MOE_MODULES,
         {"core_attn"},

@@ -188,8 +188,6 @@ def test_offloading_inside(name: str) -> None:
     assert result.reported_bytes == 2 * result.moved_bytes, "of each micro-batch"
 
 
-DENSE_TOO = {"moe_layer_freq": 2}
-"""megatron-core's check of the part ``mlp`` reads it, whatever the pattern of a hybrid model."""
 PER_TOKEN = {"calculate_per_token_loss": True}
 SMALL: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "micro_batch_size": 1}
 TWO = RankLimits(2, tokens_per_rank=32, max_sequences=4)
@@ -198,7 +196,7 @@ BANKS: dict[str, tuple[int, ModelCase, tuple[str, ...], Sequence[str]]] = {
     "MLA": (2, ModelCase("mla", **SMALL, overrides=PER_TOKEN), ("attn",), ()),
     "hybrid, offloading": (
         2,
-        ModelCase("hybrid", **{**SMALL, "num_layers": 8}, overrides={**PER_TOKEN, **DENSE_TOO}),
+        ModelCase("hybrid", **{**SMALL, "num_layers": 8}, overrides=PER_TOKEN),
         ("attn", "mlp", "moe_router"),
         DENSE_MODULES,
     ),
@@ -228,7 +226,7 @@ STATE_SPACE = {"pattern": "*GM-", "num_layers": 4, "overrides": {**GATED_DELTA_N
 UNPACKED = {
     "dense": ("dense", (), {}),
     "hybrid, whole layers": ("hybrid", (), {"pattern": "*-"}),
-    "hybrid, MLP": ("hybrid", (*ROUTED, "mlp"), {"overrides": DENSE_TOO}),
+    "hybrid, MLP": ("hybrid", (*ROUTED, "mlp"), {}),
     "hybrid, MLA": ("hybrid", ("attn",), {"pattern": "+-"}),
     "hybrid, Mamba, gated delta nets": ("hybrid", (), STATE_SPACE),
     "hybrid, Mamba": ("hybrid", ("mamba",), {**STATE_SPACE, "num_layers": 8}),

@@ -198,6 +198,9 @@ def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload:
         }
     if case.kind == "hybrid":
         options["is_hybrid_model"] = True  # Weights are scaled by its layers, which are half.
+        if case.has_experts:
+            # megatron-core's check of the part "mlp" of graphs reads it, whatever the pattern.
+            options["moe_layer_freq"] = 2
     if case.kind == "mixed":
         options["moe_layer_freq"] = [layer % 2 for layer in range(case.num_layers)]
     has_latent_attention = case.kind == "mla" or (case.kind == "hybrid" and "+" in case.pattern)
