@@ -20,6 +20,7 @@ from model_case import DENSE_MODULES, MOE_MODULES
 from tiny_gpt import (
     ModelCase,
     build_chunks,
+    compiled_again,
     first_difference,
     initialize,
     make_config,
@@ -143,7 +144,8 @@ def _train(rank: int, run: Run) -> Budgeted:
         options = {"activation_memory_budget": budget, "offload_backend": run.backend}
         manager = install.install(OffloadConfig(**options))
         config = make_config(case, modules, **(run.offload or {}))
-        with memory_counted(manager.store.backend, on_cpu=True) as backend:
+        counted = memory_counted(manager.store.backend, on_cpu=True)
+        with counted as backend, compiled_again(case):
             gc.collect()
             chunks = build_chunks(case, config)
             gradients = sum(p.nbytes for chunk in chunks for p in chunk.parameters())

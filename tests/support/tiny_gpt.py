@@ -43,6 +43,7 @@ __all__ = [
     "build_chunks",
     "compare",
     "compare_on_ranks",
+    "compiled_again",
     "first_difference",
     "initialize",
     "make_config",
@@ -206,7 +207,7 @@ def compare(
     install.uninstall()
     manager = install.install(OffloadConfig(offload_backend=backend, **own))
     config = make_config(case, offload_modules, **offload)
-    with memory_counted(manager.store.backend, reads_memory) as memory, _compiled_again(case):
+    with memory_counted(manager.store.backend, reads_memory) as memory, compiled_again(case):
         gc.collect()  # The other model's memory would count.
         chunks = build_chunks(case, config)
         difference = first_difference(expected, train_steps(case, config, chunks, counts))
@@ -299,7 +300,7 @@ def switched_off(
     if key not in _last_switched_off:
         _last_switched_off.clear()
         config = make_config(case)
-        with _compiled_again(case):
+        with compiled_again(case):
             chunks = build_chunks(case, config)
             steps = train_steps(case, config, chunks, counts)
             expected = [_kept(results) for _, results in zip(counts[1:], steps, strict=False)]
@@ -337,7 +338,7 @@ def _reasons(manager: Any, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 @contextmanager
-def _compiled_again(case: ModelCase) -> Iterator[None]:
+def compiled_again(case: ModelCase) -> Iterator[None]:
     """Context in which torch compiles functions for varying numbers of tokens as in a new process.
 
     The rounding of a compiled sum depends on the kernel that was chosen for the first sizes it was
