@@ -60,6 +60,9 @@ class Run:
     late: Optional[tuple[int, float]] = None
     """With the budget 'auto' on a device of this size: the step before which an optimizer's state
     appears, and its bytes as a share of the activations."""
+    more: Optional[tuple[int, int, float]] = None
+    """A rank that holds more from a step on: the step, the rank, and the bytes of each micro-batch
+    as a share of the activations."""
     evaluated_sequences: int = 0
     """The model is evaluated with so many per micro-batch before the first step and after each; 0:
     not at all."""
@@ -156,6 +159,8 @@ def _train(rank: int, run: Run) -> Budgeted:
             if run.evaluated_sequences:
                 evaluated = replace(case, micro_batch_size=run.evaluated_sequences)
                 steps = _evaluated(steps, evaluated, config, chunks, run.has_gradients)
+            if run.more is not None and run.more[1] == rank:
+                steps = _with_more(steps, chunks[0], run.more[0], int(run.more[2] * activations))
             if run.late is not None:
                 steps = _with_late_state(steps, run.late[0], int(run.late[1] * activations))
             try:
@@ -210,6 +215,30 @@ def _with_late_state(
         if step + 1 == number:
             state = torch.zeros(nbytes, dtype=torch.uint8)
     del state
+
+
+class _Hold(torch.autograd.Function):
+    """Holds bytes until the backward of a tensor."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+        context.held = torch.zeros(nbytes, dtype=torch.uint8, device=tensor.device)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        del context.held
+        return gradients[0], None
+
+
+def _with_more(
+    steps: Iterator[list[torch.Tensor]], chunk: Any, number: int, nbytes: int
+) -> Iterator[list[torch.Tensor]]:
+    for step, results in enumerate(steps):
+        if step + 1 == number:
+            decoder = chunk.decoder
+            decoder.register_forward_hook(lambda _, __, output: _Hold.apply(output, nbytes))
+        yield results
 
 
 def of_lengths(lengths: Sequence[int]) -> Any:

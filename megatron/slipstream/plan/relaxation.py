@@ -80,6 +80,8 @@ class Prediction(NamedTuple):
     peak_bytes: int
     """The device peak of iterations that follow a plan, and of the first one."""
     ms: float
+    excess_bytes: int = 0
+    """The part of the peak that is not composed, but was needed beyond earlier predictions."""
 
 
 class NothingFitsError(RuntimeError):
@@ -213,14 +215,33 @@ class Relaxation:
             NothingFitsError: Not even the most frugal assignment is within the limit.
         """
         self._check(limits)
-        if self.predicted is not None:
-            known = self.predicted.peak_bytes - limits.resident_bytes
-            self._excess_bytes = max(self._excess_bytes, self._activation_bytes - known)
+        self._note_excess(limits)
         is_over = self.predicted is not None and self._activation_bytes > limits.allowed_bytes
         if self.stage is Stage.RECORDED and not is_over:
             self.stage = Stage.TIMED
             return self.assignment
         return self._try_or_choose(limits)
+
+    def note_needed(self, activation_bytes: int, limits: Limits) -> bool:
+        """Note what an iteration has needed after all was settled.
+
+        Args:
+            activation_bytes: Its device peak without what is resident.
+            limits: Those that hold now.
+
+        Returns:
+            Whether it is more than predictions include, so that settings have to be chosen again.
+        """
+        before_bytes, self._activation_bytes = self._excess_bytes, activation_bytes
+        self._note_excess(limits)
+        return self._excess_bytes > before_bytes
+
+    def _note_excess(self, limits: Limits) -> None:
+        """Note by how much the last iteration needed more than was composed for it."""
+        if self.predicted is not None:
+            composed_bytes = self.predicted.peak_bytes - self.predicted.excess_bytes
+            beyond_bytes = self._activation_bytes - (composed_bytes - limits.resident_bytes)
+            self._excess_bytes = max(self._excess_bytes, beyond_bytes)
 
     def choose_again(self, limits: Limits) -> Assignment:
         """Return the assignment of the next iteration if other limits hold than before.
@@ -331,7 +352,7 @@ class Relaxation:
         choice = choose(self._templates(limits), *self._search_limits(limits))
         if choice.fits:
             peak_bytes = choice.peak_bytes + self._excess_bytes
-            return Prediction(choice.assignment, peak_bytes, choice.total_ms)
+            return Prediction(choice.assignment, peak_bytes, choice.total_ms, self._excess_bytes)
         return Prediction(self.frugal, limits.resident_bytes + self._frugal_bytes, math.inf)
 
     def _templates(self, limits: Limits) -> RankTemplates:

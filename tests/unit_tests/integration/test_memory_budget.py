@@ -43,6 +43,17 @@ DENSE = ModelCase("dense", num_layers=4, overrides=NORM)
 MIXED = ModelCase("mixed", num_layers=4, overrides=NORM)
 HYBRID = ModelCase("hybrid", num_layers=4, overrides=NORM)
 DENSE_AS_HYBRID = replace(DENSE, kind="hybrid", pattern="*-", num_layers=2 * DENSE.num_layers)
+PADDED_ON_TWO = ModelCase(
+    "moe",
+    num_layers=3,
+    dp=2,
+    ep=2,
+    overrides={
+        **NORM,
+        "moe_expert_capacity_factor": 1.0,
+        "moe_pad_expert_input_to_capacity": True,
+    },
+)
 MAX_UNTIL_SETTLED = 11
 
 
@@ -310,9 +321,21 @@ def _check_alike(results: list[Budgeted]) -> None:
 def test_ranks_that_share_experts_choose_alike() -> None:
     """Experts are padded: where tokens of a rank vary, an iteration can need more than the budget,
     as the guide says."""
-    padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-    case = ModelCase("moe", num_layers=3, overrides={**NORM, **padded}, dp=2, ep=2)
-    _check_alike(_train_together(Run(case, 0.7)))
+    _check_alike(_train_together(Run(PADDED_ON_TWO, 0.7)))
+
+
+def test_what_one_rank_needs_beyond_the_budget_counts_in_a_new_choice_of_all() -> None:
+    """As where experts get more tokens than in the iterations that were measured."""
+    step = MAX_UNTIL_SETTLED + 1
+    results = _train_together(Run(PADDED_ON_TWO, 0.7, (2,) * (step + 12), more=(step, 1, 0.06)))
+    for rank, result in enumerate(results):
+        assert result.difference is None
+        over = [nbytes > result.budget_bytes for nbytes in result.activation_bytes]
+        assert [n for n, is_over in enumerate(over) if is_over] == [step] * rank
+        assert result.stages[step] is result.stages[-1] is Stage.SETTLED
+        assert result.assignments[-1] not in (result.assignments[step], (WHOLE,) * 3)
+        assert ["settings are chosen again for" in text for text in result.warnings][0]
+    assert results[0].assignments == results[1].assignments
 
 
 def train_with_more_on_one(rank: int, world_size: int, port: int, run: Run) -> list[Budgeted]:

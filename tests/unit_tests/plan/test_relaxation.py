@@ -172,7 +172,12 @@ def machines(number: int) -> Iterator[Machine]:
 def relax(machine: Machine, allowed: int, *later: int) -> tuple[Relaxation, list[int]]:
     """Iterations until settled; the activations of each. ``later``: allowed after each choice."""
     relaxation = Relaxation(machine.layers, PolicyOptions())
-    needed = []
+    return relaxation, settle(machine, relaxation, allowed, *later)
+
+
+def settle(machine: Machine, relaxation: Relaxation, allowed: int, *later: int) -> list[int]:
+    """The activations of each iteration until it is settled."""
+    needed: list[int] = []
     following = iter(later)
     while not relaxation.is_settled and len(needed) <= MAX_ITERATIONS:
         boundaries, _ = machine.run(relaxation)
@@ -181,7 +186,7 @@ def relax(machine: Machine, allowed: int, *later: int) -> tuple[Relaxation, list
         if relaxation.predicted is not None and relaxation.stage is Stage.TIMED:
             allowed = next(following, allowed)
         relaxation.advance(limits_of(allowed))
-    return relaxation, needed
+    return needed
 
 
 def frugal_bytes(machine: Machine) -> int:
@@ -360,6 +365,22 @@ def test_what_a_choice_needed_beyond_its_prediction_counts_for_the_next_one(num_
     assert relaxation.stage is Stage.SETTLED
     assert machine.run(relaxation)[1] <= later
     assert relaxation.assignment != relaxation.frugal
+
+
+def test_a_settled_choice_that_needs_more_is_made_again_for_that_much() -> None:
+    machine = dense(6)
+    allowed = int(kept_bytes(machine, 5) * 1.02)
+    relaxation, _ = relax(machine, allowed)
+    for machine.unseen in (300, 600):
+        needed = machine.run(relaxation)[1]
+        assert needed > allowed
+        assert relaxation.note_needed(needed, limits_of(allowed))
+        relaxation.choose_again(limits_of(allowed))
+        assert max(settle(machine, relaxation, allowed)) <= allowed
+        needed = machine.run(relaxation)[1]
+        assert needed <= allowed
+        assert relaxation.assignment != relaxation.frugal
+        assert not relaxation.note_needed(needed, limits_of(allowed))
 
 
 def test_a_limit_that_falls_again_after_the_second_choice_is_kept() -> None:

@@ -56,8 +56,8 @@ class DeviceLimits:
         self._budget = budget
         self.now = Limits(0, 0, 0)
         """What is followed."""
-        self.allowed_bytes = 0
-        """Bytes of activations that all ranks of the stage may use, as of the last choice."""
+        self.agreed = self.now
+        """Those of all ranks of the stage, from which the last choice was made."""
         self._left_bytes: Optional[int] = None
         """What iterations have left allocated beside gradients; None before the first one."""
         self._received_bytes = self._exchanged_bytes = 0
@@ -69,6 +69,11 @@ class DeviceLimits:
     def is_auto(self) -> bool:
         """Whether what is left for activations depends on what else is on the device."""
         return self._budget == "auto"
+
+    @property
+    def allowed_bytes(self) -> int:
+        """Bytes of activations that all ranks of the stage may use, as of the last choice."""
+        return self.agreed.allowed_bytes
 
     def find(self, chunks: Sequence[torch.nn.Module], frugal_bytes: int) -> Limits:
         """Return what the coming iteration may use, and what is in use before it.
@@ -122,9 +127,8 @@ class DeviceLimits:
 
     def agree(self, limits: Limits, ranks: StageRanks) -> Limits:
         """Return the limits on all ranks of the stage, from which the coming choice is made."""
-        agreed = ranks.tightest(limits)
-        self.allowed_bytes = agreed.allowed_bytes
-        return agreed
+        self.agreed = ranks.tightest(limits)
+        return self.agreed
 
     def shrunk(self, limits: Limits, ranks: StageRanks) -> Optional[int]:
         """Return the bytes left for activations; None if as many as at the last choice.

@@ -8,7 +8,8 @@ device peak; after it, what was measured is added.
 
 [Note: After a budget has settled]
 Settings are chosen again if they may not fit any more: device memory has run out in a forward, so
-that less is there than was assumed; or, with 'auto', an optimizer's state has appeared late. All is
+that less is there than was assumed; with 'auto', an optimizer's state has appeared late; or an
+iteration has needed more than the budget, as where a router sends a rank more tokens. All is
 measured again if more micro-batches are in flight than before, or if none has fitted for some
 iterations, since all are larger.
 """
@@ -84,6 +85,8 @@ class MemoryBudget:
         """The device peak by the plan that the last iteration was recorded for; 0 without one."""
         self._peak_bytes = 0
         """The device peak of the last iteration."""
+        self._most_bytes = 0
+        """The most that activations have needed with settled settings since ranks were asked."""
         self._is_blind = False
         """Whether the backend does not count memory."""
 
@@ -160,6 +163,9 @@ class MemoryBudget:
             self._limits.note_growth(growth_bytes)
         if not self._is_blind:
             self._peak_bytes = self._engine.store.backend.peak_bytes(PEAK)
+            is_as_chosen = self.relaxation.is_settled and not self._is_spoiled
+            if is_as_chosen and self._batches.largest_share <= 1:
+                self._most_bytes = max(self._most_bytes, self.activation_bytes)
 
     def after_end(self) -> None:
         """Note that the iteration's plan is made.
@@ -229,8 +235,16 @@ class MemoryBudget:
     def _look_again(self, relaxation: Relaxation) -> None:
         """Choose again if ranks have to: [Note: After a budget has settled]."""
         is_unfit = self._num_unfit >= NUM_UNFIT
-        if any(self._ranks.largest([self._batches.are_more, is_unfit])):
+        facts = (self._batches.are_more, is_unfit, self._bytes_over_budget())
+        more, unfit, over_bytes = self._ranks.largest(facts)
+        if more or unfit:
             self._start_over()
+        elif over_bytes:
+            needed_bytes = self._limits.allowed_bytes + int(over_bytes)
+            needed, allowed = map(format_bytes, (needed_bytes, self._limits.allowed_bytes))
+            self._messages.warn("over", needed=needed, allowed=allowed)
+            if relaxation.note_needed(needed_bytes, self._limits.agreed):
+                self._choose_again(relaxation)
         elif self._limits.is_auto:
             before_bytes = self._limits.allowed_bytes
             limits = self._limits.find(self._chunks, relaxation.frugal_bytes)
@@ -239,6 +253,17 @@ class MemoryBudget:
                 left, before = format_bytes(max(0, left_bytes)), format_bytes(before_bytes)
                 self._messages.warn("less", left=left, before=before)
                 self._choose_again(relaxation)
+
+    def _bytes_over_budget(self) -> int:
+        """Return by how much an iteration has exceeded the budget since ranks were asked.
+
+        What has become resident since is not an activation.
+        """
+        over_bytes, self._most_bytes = self._most_bytes - self._limits.allowed_bytes, 0
+        if over_bytes > 0:
+            limits = self._limits.find(self._chunks, self.relaxation.frugal_bytes)
+            over_bytes -= max(0, limits.resident_bytes - self._limits.now.resident_bytes)
+        return max(0, over_bytes)
 
     def _start_over(self) -> None:
         """Measure all again, with the micro-batches that come now."""

@@ -30,6 +30,9 @@ _WARNINGS = {
     "more": "more micro-batches are in flight than the {number} for which settings were chosen "
     "within activation_memory_budget={budget}: every layer is recomputed for those beyond, and "
     "settings are chosen again from the next iteration on",
+    "over": "an iteration needed {needed} of activations, and activation_memory_budget={budget} "
+    "allows {allowed}: settings are chosen again for that much (experts that drop no token need "
+    "more where more are routed to them)",
     "less": "{left} are left for activations by activation_memory_budget={budget}, after {before} "
     "when settings were chosen (an optimizer's first step may have come late): they are chosen "
     "again",
