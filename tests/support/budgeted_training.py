@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Optional, Union
 from unittest.mock import patch
 
+import pytest
 import tiny_gpt
 import torch
 from megatron.core import parallel_state
@@ -63,6 +65,9 @@ class Run:
     more: Optional[tuple[int, int, float]] = None
     """A rank that holds more from a step on: the step, the rank, and the bytes of each micro-batch
     as a share of the activations."""
+    interrupted: Optional[tuple[int, type, str, int]] = None
+    """A step that is run again after a first attempt in which a method, of this type and name, has
+    raised in a call of this number, from 1."""
     evaluated_sequences: int = 0
     """The model is evaluated with so many per micro-batch before the first step and after each; 0:
     not at all."""
@@ -126,6 +131,9 @@ def train_within(rank: int, world_size: int, port: int, *runs: Run) -> list[Budg
 def _train(rank: int, run: Run) -> Budgeted:
     case = run.case
     with patch.object(tiny_gpt, "run_step", of_lengths(run.lengths)), ExitStack() as stack:
+        if run.interrupted is not None:
+            run_step = _interrupted(*run.interrupted)
+            stack.enter_context(patch.object(tiny_gpt, "run_step", run_step))
         if run.lengths:
             tiny_gpt._last_switched_off.clear()
         expected, baseline = switched_off(case, run.counts, run.backend, reads_memory=True)
@@ -239,6 +247,26 @@ def _with_more(
             decoder = chunk.decoder
             decoder.register_forward_hook(lambda _, __, output: _Hold.apply(output, nbytes))
         yield results
+
+
+def _interrupted(number: int, owner: type, method: str, which: int) -> Any:
+    """A ``run_step`` that is interrupted in a step, and then runs it again."""
+    plain, method_before, calls = tiny_gpt.run_step, getattr(owner, method), itertools.count(1)
+
+    def interrupt(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == which:
+            raise KeyboardInterrupt
+        return method_before(*arguments, **options)
+
+    def run_step(case: ModelCase, config: Any, chunks: Any, step: int, *rest: Any) -> Any:
+        if step == number and config.fine_grained_activation_offloading:
+            with patch.object(owner, method, interrupt), pytest.raises(KeyboardInterrupt):
+                plain(case, config, chunks, step, *rest)
+            for chunk in chunks:
+                chunk.zero_grad(set_to_none=True)
+        return plain(case, config, chunks, step, *rest)
+
+    return run_step
 
 
 def of_lengths(lengths: Sequence[int]) -> Any:

@@ -30,6 +30,7 @@ from megatron.slipstream.integration.budget.stage_ranks import (
     waits_for_others,
 )
 from megatron.slipstream.integration.layers import layer_settings
+from megatron.slipstream.integration.layers.layer_boundaries import LayerBoundaries
 from megatron.slipstream.integration.packed.dynamic_context_parallel import DynamicGroupMixin
 from megatron.slipstream.options.budget import complete_arguments
 from megatron.slipstream.options.fields import OffloadConfig
@@ -57,6 +58,13 @@ PADDED_ON_TWO = ModelCase(
 MAX_UNTIL_SETTLED = 11
 
 
+INTERRUPTED = [
+    (0, LayerBoundaries, "watch", 1),
+    (6, MicroBatches, "share_of", 1),
+]
+"""Iterations, and what raises in a call of this number."""
+
+
 def _runs(case: ModelCase) -> dict[str, Run]:
     """Trainings of one rank, in one process."""
     runs = {str(budget): Run(case, budget) for budget in (0.8, 0.5)}
@@ -71,6 +79,8 @@ def _runs(case: ModelCase) -> dict[str, Run]:
         runs["room to spare"] = Run(replace(case, num_layers=6), 1.5, (2,) * 8)
         runs["late state"] = Run(case, 0.9, (1,) * 13, late=(10, 0.25))
         runs["other numbers"] = Run(case, 0.5, (2, 3, 1, 2) * 3)
+        for place in INTERRUPTED:
+            runs[f"{place[2]} interrupted"] = Run(case, 0.6, (2,) * 14, interrupted=place)
         for name, lengths in LENGTHS.items():
             share = 0.9 if name == "a spike, then longer for good" else 0.75
             runs[name] = Run(case, share, (2,) * len(lengths), lengths=lengths)
@@ -266,6 +276,11 @@ def test_auto_chooses_again_when_the_state_of_an_optimizer_appears_late(trained:
     _check(result)
     assert result.assignments[-1] != result.assignments[step - 1]
     assert any("settings were chosen (an optimizer's first step" in w for w in result.warnings)
+
+
+@pytest.mark.parametrize("place", INTERRUPTED, ids=lambda place: place[2])
+def test_an_interrupted_iteration_is_not_measured(place: Any, trained: Any) -> None:
+    _check(trained(DENSE, f"{place[2]} interrupted"))
 
 
 @pytest.mark.parametrize("name", ["evaluated", "evaluated with gradients"])

@@ -259,6 +259,22 @@ def test_with_room_for_all_nothing_is_recomputed() -> None:
         assert set(relaxation.assignment) == {NOTHING}
 
 
+def test_where_no_setting_has_room_none_is_tried() -> None:
+    machine = dense(4)
+    relaxation, needed = relax(machine, frugal_bytes(machine))
+    assert len(needed) == 1
+    assert relaxation.assignment == relaxation.frugal
+
+
+def test_an_estimate_of_what_is_frugal_is_no_reason_to_refuse() -> None:
+    """Of larger micro-batches, of which none has run."""
+    machine = dense(4)
+    relaxation, _ = relax(machine, 100_000)
+    relaxation.note_larger(2.0, 2 * frugal_bytes(machine))
+    relaxation.choose_again(limits_of(frugal_bytes(machine)))
+    assert relaxation.assignment == relaxation.frugal
+
+
 def test_what_the_frugal_assignment_needs_is_the_least() -> None:
     machine = next(machines(1))
     needed = frugal_bytes(machine)

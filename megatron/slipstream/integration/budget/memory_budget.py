@@ -122,8 +122,12 @@ class MemoryBudget:
 
     def call(self, chunk: torch.nn.Module, inputs: Any, attempt: Callable[[], Any]) -> Any:
         """Run a forward pass, and once more if device memory runs out: :mod:`rescue`."""
-        output = rescue.call(self._engine, self, chunk, inputs, attempt)
-        self._batches.launched(output)
+        try:
+            output = rescue.call(self._engine, self, chunk, inputs, attempt)
+            self._batches.launched(output)
+        except BaseException:
+            self._is_spoiled = True  # Part of an iteration was measured.
+            raise
         return output
 
     def enter(
@@ -186,12 +190,16 @@ class MemoryBudget:
     def _add(self, chunk: torch.nn.Module, is_first: bool) -> None:
         """Add a chunk, with each layer at its most frugal setting."""
         check_model(chunk, self._budget)
-        self._chunk_refs.append(weakref.ref(chunk))
         self._ranks.add(chunk)
-        host_limit.reserve(optimizer_host_bytes(self._chunks))
-        if not is_first:
-            layer_settings.make_frugal(chunk)
-        self.relaxation = Relaxation(self._watch(), self._engine.options)
+        self._chunk_refs.append(weakref.ref(chunk))
+        try:
+            host_limit.reserve(optimizer_host_bytes(self._chunks))
+            if not is_first:
+                layer_settings.make_frugal(chunk)
+            self.relaxation = Relaxation(self._watch(), self._engine.options)
+        except BaseException:
+            self._chunk_refs.pop()  # The next call of the chunk adds it.
+            raise
 
     def _watch(self) -> list[RankLayer]:
         """Set hooks on the layers, and return what is known of each."""

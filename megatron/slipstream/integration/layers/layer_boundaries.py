@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -26,6 +26,16 @@ from megatron.slipstream.plan.trace import GroupKey, Trace
 
 PEAK = "layers"
 """Name of the peak since the last boundary or mark."""
+
+
+class _Cut(NamedTuple):
+    """A boundary, and what its time is read from."""
+
+    boundary: Boundary
+    event: Any
+    """A timed event of the device; None if the backend takes no times."""
+    num_stalls: int
+    """The number of waits for copies before it."""
 
 
 class LayerBoundaries:
@@ -42,10 +52,7 @@ class LayerBoundaries:
         self._clear()
 
     def _clear(self) -> None:
-        self._found: list[Boundary] = []
-        self._events: list[Any] = []
-        self._num_stalls: list[int] = []
-        """The number of waits for copies before each boundary."""
+        self._cuts: list[_Cut] = []
         self._timings: Optional[Timings] = None
         """Times of the iteration's copies; None if they are not timed."""
         self._groups: dict[tuple[int, int], int] = {}
@@ -105,10 +112,12 @@ class LayerBoundaries:
         """
         if self.is_on:
             self.come_to(Place.END)
-        was_recorded = self.is_on and self.has_memory and bool(self._found)
+        was_recorded = self.is_on and self.has_memory and bool(self._cuts)
         self.is_on = False
         self._engine.recorder.observer = None
-        return self._found[-1].nbytes - self._found[0].nbytes if was_recorded else None
+        if not was_recorded:
+            return None
+        return self._cuts[-1].boundary.nbytes - self._cuts[0].boundary.nbytes
 
     def come_to(self, place: Place, chunk: int = -1, layer: int = -1) -> None:
         if not self.is_on:
@@ -125,17 +134,18 @@ class LayerBoundaries:
             now = engine.now
             num_groups = 0 if now.chunk is None else len(now.chunk.groups)
             self._groups[len(now.passes) - 1, layer] = num_groups
-        self._found.append(Boundary(place, chunk, layer, nbytes, max(self._peak, nbytes)))
-        self._events.append(backend.timed_event(backend.current_stream()))
+        boundary = Boundary(place, chunk, layer, nbytes, max(self._peak, nbytes))
+        event = backend.timed_event(backend.current_stream())
         self._timings = engine.store.copy_streams.timings
-        self._num_stalls.append(0 if self._timings is None else len(self._timings.stalls))
+        num_stalls = 0 if self._timings is None else len(self._timings.stalls)
+        self._cuts.append(_Cut(boundary, event, num_stalls))
         self._peak = self._mlp_bytes = self._mlp_output_bytes = 0
 
     def _rerun_bytes(self, layer: int) -> Optional[int]:
         """Return what a layer's rerun has left so far; None if none is measured."""
-        if not (self.is_on and self.has_memory and self._found):
+        if not (self.is_on and self.has_memory and self._cuts):
             return None
-        last, reading = self._found[-1], self._engine.store.backend.memory()
+        last, reading = self._cuts[-1].boundary, self._engine.store.backend.memory()
         if reading is None or (last.place, last.layer) != (Place.GRADIENT, layer):
             return None
         absent = self._engine.recorder.absent_bytes_now()
@@ -156,7 +166,8 @@ class LayerBoundaries:
         nbytes = self._rerun_bytes(layer)
         if nbytes is not None and nbytes > 0:
             rerun = Rerun(nbytes, self._mlp_bytes, self._mlp_output_bytes)
-            self._found[-1] = self._found[-1]._replace(rerun=rerun)
+            last = self._cuts[-1]
+            self._cuts[-1] = last._replace(boundary=last.boundary._replace(rerun=rerun))
 
     def before_mark(self) -> None:
         """Note the peak so far: a mark's actions are about to change what is on the device."""
@@ -172,7 +183,7 @@ class LayerBoundaries:
         gradients = self._engine.store.backend.gradients
         before = self._gradient_bytes
         self._gradient_bytes = 0 if gradients is None else gradients.count()
-        if self._gradient_bytes > before and self._found:
+        if self._gradient_bytes > before and self._cuts:
             self._keeps_gradients = self._gradient_bytes == self._engine.recorder.gradient_bytes
 
     def after_mark(self) -> None:
@@ -185,30 +196,26 @@ class LayerBoundaries:
     def boundaries(self) -> Optional[list[Boundary]]:
         """Return the boundaries of the last iteration; None until the device has passed them."""
         backend = self._engine.store.backend
-        found = self._found[:1]
+        found = self.without_times()
         stalls = [] if self._timings is None else self._timings.stalls
-        events, counts = itertools.pairwise(self._events), itertools.pairwise(self._num_stalls)
-        for (start, stop), (first, last), boundary in zip(
-            events, counts, self._found[1:], strict=True
-        ):
-            ms = None if stop is None else backend.elapsed_ms(start, stop)
-            if ms is None:
-                if stop is not None:
-                    return None
-                found.append(boundary)
+        for number, (start, stop) in enumerate(itertools.pairwise(self._cuts), start=1):
+            if stop.event is None:
                 continue
-            waits = [backend.elapsed_ms(one.start, one.stop) for one in stalls[first:last]]
-            waited_ms = sum(one or 0.0 for one in waits)
-            found.append(boundary._replace(ms=max(0.0, ms - waited_ms), waited_ms=waited_ms))
+            ms = backend.elapsed_ms(start.event, stop.event)
+            if ms is None:
+                return None
+            waits = stalls[start.num_stalls : stop.num_stalls]
+            waited_ms = sum(backend.elapsed_ms(one.start, one.stop) or 0.0 for one in waits)
+            found[number] = found[number]._replace(ms=max(0.0, ms - waited_ms), waited_ms=waited_ms)
         return found
 
     @property
     def has_backward(self) -> bool:
         """Whether the running iteration is measured, and has had a backward."""
-        return self.is_on and any(one.place is Place.GRADIENT for one in self._found)
+        return self.is_on and any(cut.boundary.place is Place.GRADIENT for cut in self._cuts)
 
     def without_times(self) -> list[Boundary]:
-        return list(self._found)
+        return [cut.boundary for cut in self._cuts]
 
     def movable_bytes(self, trace: Trace) -> list[int]:
         """Return, for each layer, the bytes of a micro-batch that can move, by the trace."""
