@@ -266,6 +266,18 @@ def test_where_no_setting_has_room_none_is_tried() -> None:
     assert relaxation.assignment == relaxation.frugal
 
 
+@pytest.mark.parametrize("setting", [NOTHING, PARTS[1]], ids=str)
+def test_bounds_of_untried_settings_grow_with_micro_batches(setting: LayerSetting) -> None:
+    machine = dense(4)
+    relaxation = Relaxation(machine.layers, PolicyOptions())
+    boundaries, needed = machine.run(relaxation)
+    relaxation.note(boundaries, machine.movable(relaxation), needed)
+    trial = (*relaxation.frugal[:2], setting, *relaxation.frugal[3:])
+    bound = relaxation.visits.most_bytes(trial)
+    relaxation.note_larger(2.0, 2 * needed)
+    assert relaxation.visits.most_bytes(trial) == 2 * bound
+
+
 def test_an_estimate_of_what_is_frugal_is_no_reason_to_refuse() -> None:
     """Of larger micro-batches, of which none has run."""
     machine = dense(4)
