@@ -244,8 +244,7 @@ def _with_more(
 ) -> Iterator[list[torch.Tensor]]:
     for step, results in enumerate(steps):
         if step + 1 == number:
-            decoder = chunk.decoder
-            decoder.register_forward_hook(lambda _, __, output: _Hold.apply(output, nbytes))
+            chunk.decoder.register_forward_hook(lambda _, __, output: _Hold.apply(output, nbytes))
         yield results
 
 

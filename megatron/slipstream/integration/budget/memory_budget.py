@@ -86,7 +86,7 @@ class MemoryBudget:
         self._peak_bytes = 0
         """The device peak of the last iteration."""
         self._most_bytes = 0
-        """The most that activations have needed with settled settings since ranks were asked."""
+        """The most that activations have needed since settings were settled and ranks asked."""
         self._is_blind = False
         """Whether the backend does not count memory."""
 
@@ -245,14 +245,13 @@ class MemoryBudget:
         is_unfit = self._num_unfit >= NUM_UNFIT
         facts = (self._batches.are_more, is_unfit, self._bytes_over_budget())
         more, unfit, over_bytes = self._ranks.largest(facts)
+        needed_bytes = self._limits.allowed_bytes + int(over_bytes)
         if more or unfit:
             self._start_over()
-        elif over_bytes:
-            needed_bytes = self._limits.allowed_bytes + int(over_bytes)
+        elif over_bytes and relaxation.note_needed(needed_bytes, self._limits.agreed):
             needed, allowed = map(format_bytes, (needed_bytes, self._limits.allowed_bytes))
             self._messages.warn("over", needed=needed, allowed=allowed)
-            if relaxation.note_needed(needed_bytes, self._limits.agreed):
-                self._choose_again(relaxation)
+            self._choose_again(relaxation)
         elif self._limits.is_auto:
             before_bytes = self._limits.allowed_bytes
             limits = self._limits.find(self._chunks, relaxation.frugal_bytes)
@@ -365,7 +364,7 @@ class MemoryBudget:
 
         Of a choice that was followed, the plan is kept, so that it is not recorded again.
         """
-        self._limits.now = limits
+        self._limits.now, self._most_bytes = limits, 0
         target_bytes = pass_ms = None
         if not self._batches.varies:
             target_bytes = relaxation.target_bytes(limits)
